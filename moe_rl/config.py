@@ -1,0 +1,157 @@
+"""The whole YAML, typed. A component receives its own section, never the whole."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from models.config import ModelConfig
+from parallel.config import ParallelConfig
+
+
+class Section(BaseModel):
+    """Base of the sections: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSection(Section):
+    name: str = Field("run", pattern=r"^[\w.-]+$", description="the run directory is run.dir/run.name")
+    dir: Path = Path("runs")
+    seed: NonNegativeInt = 0
+    steps: NonNegativeInt = Field(100, description="RL steps: one rollout batch each")
+    processes: PositiveInt | None = Field(None, description="local processes to start; none: the fewest the layout allows")
+    threads: PositiveInt = Field(1, description="CPU threads a process")
+
+
+class TaskSection(Section):
+    name: str = Field(
+        "addition",
+        description="addition | reasoning_gym:NAME | jsonl | MODULE:FUNCTION (a function that returns a Task)",
+    )
+    options: dict[str, Any] = Field({}, description="the task's own parameters, such as digits: 2")
+    train_path: Path | None = Field(None, description="jsonl: file of {prompt, answer} lines")
+    eval_path: Path | None = Field(None, description="jsonl: held-out file; none: a share of train_path")
+    scorer: str = Field("exact", description="jsonl: exact | numeric | math_verify | MODULE:FUNCTION(response, answer)")
+    train_size: PositiveInt = Field(4096, description="problems a generator task makes for training")
+    eval_size: PositiveInt = Field(256, description="held-out problems")
+    on_reward_error: Literal["stop", "zero"] = Field("stop", description="when a reward raises or is not finite")
+    seed: NonNegativeInt = Field(0, description="of the problems and of the train / held-out split; not of the run")
+
+
+class RolloutSection(Section):
+    engine: Literal["embedded"] = "embedded"
+    prompts: PositiveInt = Field(16, description="prompts a step")
+    responses: PositiveInt = Field(16, description="responses a prompt (G)")
+    max_response_tokens: PositiveInt = 16
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: NonNegativeInt = Field(0, description="0: off")
+    stop_token_ids: list[NonNegativeInt] = Field([], description="beside the tokenizer's end of sequence")
+    max_batch: PositiveInt = Field(1024, description="sequences that generate at once on one data-parallel rank")
+
+    @property
+    def batch(self) -> int:
+        """Sequences a step."""
+        return self.prompts * self.responses
+
+
+class AlgorithmSection(Section):
+    name: Literal["grpo", "gspo"] = "gspo"
+    minibatches: PositiveInt = Field(4, description="updates a rollout batch is split into")
+    epochs: PositiveInt = Field(1, description="passes over a rollout batch")
+    clip_low: PositiveFloat | None = Field(None, lt=1, description="none: the algorithm's default (grpo 0.2, gspo 3e-4)")
+    clip_high: PositiveFloat | None = Field(None, description="none: the algorithm's default (grpo 0.27, gspo 4e-4)")
+    advantage_std: bool = Field(True, description="divide by the group's standard deviation (off: Dr. GRPO)")
+    kl_coefficient: NonNegativeFloat = Field(0.0, description="0: no reference model")
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_target: PositiveFloat | None = Field(None, description="mean KL that an adaptive coefficient aims at; none: fixed")
+    kl_horizon: PositiveFloat = Field(10000.0, description="sequences over which the adaptive coefficient moves by its error")
+    microbatch_tokens: PositiveInt = Field(4096, description="tokens a microbatch holds at most")
+
+
+class ReplaySection(Section):
+    mode: Literal["off"] = "off"
+
+
+class DriftSection(Section):
+    enabled: bool = Field(True, description="routes of the old and the update passes, compared by layer and minibatch")
+
+
+class OptimizerSection(Section):
+    lr: NonNegativeFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up")
+    warmup_updates: NonNegativeInt = Field(0, description="optimizer updates of linear warm-up")
+    decay_updates: PositiveInt | None = Field(None, description="updates until min_lr; none: the whole run")
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    epsilon: PositiveFloat = 1e-8
+    grad_clip: NonNegativeFloat = Field(1.0, description="0: off")
+    distributed: bool = Field(True, description="shard the optimizer's state over the data-parallel ranks")
+
+
+class SftSection(Section):
+    """Supervised steps: all of `moe-rl sft`, and the warm start of `moe-rl train` when it starts from fresh weights."""
+
+    steps: NonNegativeInt = 0
+    batch: PositiveInt = Field(64, description="examples a step")
+    lr: NonNegativeFloat = 1e-3
+    warmup_updates: NonNegativeInt = 10
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class EvalSection(Section):
+    every: NonNegativeInt = Field(0, description="RL steps between held-out evaluations; 0: only before and after")
+    problems: PositiveInt = Field(256, description="held-out problems")
+    samples: PositiveInt = Field(1, description="responses a problem")
+    temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
+
+
+class CheckpointSection(Section):
+    every: NonNegativeInt = Field(0, description="RL steps between checkpoints; 0: only at the end")
+    keep: PositiveInt = Field(2, description="newest complete checkpoints that stay")
+    load: Path | None = Field(None, description="a checkpoint, a run's checkpoints/ or a run: weights to start from")
+
+
+class TrackingSection(Section):
+    wandb: bool = False
+    wandb_project: str = "moe-rl"
+    tensorboard: bool = False
+
+
+class RunConfig(Section):
+    """A run. `moe_rl.config.load` builds it from a file and overrides."""
+
+    run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()  # pyright: ignore[reportCallIssue]
+    task: TaskSection = TaskSection()  # pyright: ignore[reportCallIssue]
+    rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
+    algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
+    replay: ReplaySection = ReplaySection()
+    drift: DriftSection = DriftSection()  # pyright: ignore[reportCallIssue]
+    optimizer: OptimizerSection = OptimizerSection()  # pyright: ignore[reportCallIssue]
+    sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
+    eval: EvalSection = EvalSection()  # pyright: ignore[reportCallIssue]
+    checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
+    tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        if self.rollout.batch % self.algorithm.minibatches:
+            raise ValueError(
+                f"algorithm.minibatches={self.algorithm.minibatches}: must divide the batch of rollout.prompts="
+                f"{self.rollout.prompts} x rollout.responses={self.rollout.responses} = {self.rollout.batch} sequences"
+            )
+        if self.rollout.max_response_tokens >= self.model.max_positions:
+            raise ValueError(
+                f"rollout.max_response_tokens={self.rollout.max_response_tokens}: leaves no room for a prompt in "
+                f"model.max_positions={self.model.max_positions}"
+            )
+        return self
+
+    @property
+    def directory(self) -> Path:
+        return self.run.dir / self.run.name

@@ -1,0 +1,71 @@
+"""How many ways a model is split, and whether that fits the processes and the model at hand."""
+
+import math
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from parallel.errors import UsageError
+
+
+class ParallelConfig(BaseModel):
+    """Sizes of the parallel groups. Sequence parallelism is on whenever `tensor` > 1: MoE training needs it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = Field(1, description="model chunks a pipeline stage")
+    expert: PositiveInt = 1
+    expert_tensor: PositiveInt = 1
+    context: PositiveInt = Field(1, description="needs Transformer Engine's attention")
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    timeout_seconds: float = Field(600.0, gt=0, description="a collective that takes longer ends the run")
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline={self.virtual_pipeline}: needs parallel.pipeline > 1; "
+                "raise parallel.pipeline or set parallel.virtual_pipeline=1"
+            )
+        return self
+
+    @property
+    def model_parallel(self) -> int:
+        """Processes that together hold one copy of the dense (not expert) weights."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def fewest_processes(self) -> int:
+        """The smallest world size in which every group exists."""
+        return math.lcm(self.tensor * self.context, self.expert * self.expert_tensor) * self.pipeline
+
+    def data(self, world_size: int) -> int:
+        """Data-parallel size (of the dense weights) in a world of `world_size` processes."""
+        return world_size // self.model_parallel
+
+    def check_world(self, world_size: int) -> None:
+        """Raises UsageError unless the groups tile `world_size` processes."""
+        if world_size % self.fewest_processes:
+            raise UsageError(
+                f"run.processes={world_size}: must be a multiple of {self.fewest_processes}, what tensor={self.tensor} x "
+                f"pipeline={self.pipeline} x context={self.context} with expert={self.expert} x "
+                f"expert_tensor={self.expert_tensor} needs; set run.processes={self._nearest_world(world_size)}"
+            )
+
+    def check_backend(self, backend: str, transformer_engine: bool) -> None:
+        """Raises UsageError for what the communication backend or the installed kernels cannot do."""
+        if self.context > 1 and not transformer_engine:
+            raise UsageError(
+                f"parallel.context={self.context}: context parallelism needs Transformer Engine's attention, which is not "
+                "installed here; set parallel.context=1 or install moe-rl[gpu] on a GPU machine"
+            )
+        if self.expert_tensor > 1 and self.dispatcher == "alltoall" and backend == "gloo":
+            raise UsageError(
+                f"parallel.expert_tensor={self.expert_tensor}: with parallel.dispatcher=alltoall it needs an uneven "
+                "all-gather, which gloo (CPU) lacks; set parallel.dispatcher=allgather"
+            )
+
+    def _nearest_world(self, world_size: int) -> int:
+        return max(1, round(world_size / self.fewest_processes)) * self.fewest_processes
