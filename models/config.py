@@ -91,6 +91,23 @@ class ModelConfig(BaseModel):
                 raise UsageError(f"{key}={divisor}: must divide {name}={value}; choose a divisor of {value}")
 
 
+class OptimizerConfig(BaseModel):
+    """AdamW, its state sharded over the data-parallel ranks, and its schedule, counted in optimizer updates."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: NonNegativeFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up")
+    warmup_updates: NonNegativeInt = Field(0, description="optimizer updates of linear warm-up")
+    decay_updates: PositiveInt | None = Field(None, description="updates until min_lr; none: the whole run")
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    epsilon: PositiveFloat = 1e-8
+    grad_clip: NonNegativeFloat = Field(1.0, description="0: off")
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # 1.0M parameters: learns two-digit addition on a laptop in minutes
     "tiny_moe": dict(

@@ -1,0 +1,148 @@
+"""Configuration and groups -> model chunks. The only place that names Megatron's model class."""
+
+import importlib.metadata
+import importlib.util
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from models.config import ModelConfig
+from parallel.groups import Groups
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_engine_is_present() -> bool:
+    """Transformer Engine is installed and there is a GPU for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def transformer_config(model: ModelConfig, groups: Groups) -> Any:
+    """Megatron's configuration of `model` split by `groups`."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel, dtype = groups.parallel, DTYPES[model.dtype]
+    interleaved = parallel.virtual_pipeline > 1
+    balancing = model.load_balancing if model.load_balancing.endswith("aux_loss") else "none"
+    config = TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn,
+        moe_ffn_hidden_size=model.moe_ffn,
+        num_moe_experts=model.experts,
+        moe_layer_freq=[int(i in model.moe_layers) for i in range(model.layers)],
+        moe_shared_expert_intermediate_size=model.shared_ffn or None,
+        moe_router_topk=model.topk,
+        moe_router_score_function=model.router_score,
+        moe_router_pre_softmax=model.router_pre_softmax,
+        moe_router_topk_scaling_factor=model.router_scale,
+        moe_router_num_groups=model.router_groups,
+        moe_router_group_topk=model.router_group_topk,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type=balancing,
+        moe_aux_loss_coeff=model.aux_loss_coefficient if balancing != "none" else 0.0,
+        moe_router_enable_expert_bias=model.load_balancing == "expert_bias",
+        moe_router_bias_update_rate=model.expert_bias_rate,
+        moe_token_dispatcher_type=parallel.dispatcher,
+        moe_grouped_gemm=transformer_engine_is_present(),
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.tensor > 1,
+        # with two stages both neighbours are the same rank, and batched messages of an interleaved schedule cross
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.dtype == "bfloat16",
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_norm,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # the loss is a sum over tokens with global denominators: gradients are summed, never averaged, across ranks
+        calculate_per_token_loss=True,
+        # weights are drawn by `initialise`, alike in every layout
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        recompute_granularity="full" if model.recompute == "full" else None,
+        recompute_method="uniform" if model.recompute == "full" else None,
+        recompute_num_layers=1 if model.recompute == "full" else None,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    # set afterwards: the constructor refuses it with the allgather dispatcher, whose ranks must bring equally many tokens;
+    # `MoEModel.stream_sizes` sees to that
+    config.variable_seq_lengths = parallel.pipeline > 1
+    return config
+
+
+def build_chunks(model: ModelConfig, groups: Groups, config: Any) -> list[Any]:
+    """This rank's part of the model: one module a virtual pipeline stage, weights undefined."""
+    return [_build_chunk(model, groups, config, chunk) for chunk in range(groups.parallel.virtual_pipeline)]
+
+
+def _build_chunk(model: ModelConfig, groups: Groups, config: Any, chunk: int) -> Any:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from models.torch_layers import RMSNorm, TokenRotary
+    from models.torch_layers import layer_spec as torch_spec
+
+    spec, norm = torch_spec, RMSNorm
+    if transformer_engine_is_present():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        from models.te_layers import layer_spec as te_spec
+
+        spec, norm = te_spec, TENorm
+    first, count = layers_of(model.layers, groups, chunk)
+    specs = {is_moe: spec(config, is_moe) for is_moe in (True, False)}
+    block: Any = TransformerBlockSubmodules(
+        layer_specs=[specs[i in model.moe_layers] for i in range(first, first + count)], layer_norm=norm
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # its deprecation notice
+        module: Any = GPTModel(
+            config,
+            block,
+            vocab_size=model.padded_vocab_size,
+            max_sequence_length=model.max_positions,
+            pre_process=groups.is_first_chunk(chunk),
+            post_process=groups.is_last_chunk(chunk),
+            position_embedding_type="rope",
+            rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            vp_stage=chunk if groups.parallel.virtual_pipeline > 1 else None,
+        )
+    module.rotary_pos_emb.__class__ = TokenRotary
+    if torch.cuda.is_available():
+        module.cuda()
+    return module
+
+
+def layers_of(layers: int, groups: Groups, chunk: int) -> tuple[int, int]:
+    """(first 0-based layer, number of layers) of virtual stage `chunk` on this rank, as Megatron lays them out."""
+    stages, chunks = groups.pipeline.size, groups.parallel.virtual_pipeline
+    count = layers // (stages * chunks)
+    return (chunk * stages + groups.pipeline.rank) * count, count
+
+
+def versions() -> dict[str, str]:
+    """Of the parts that decide numbers."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}

@@ -1,0 +1,72 @@
+"""Which experts each token chose: recorded in the forward pass, held to in its recomputation.
+
+A tap sits in each live router, where Megatron looks for a replay object, and is told by its layer which stream is passing.
+What it sees it writes into that stream's log, so a microbatch's routes can never be taken for another's: there is no queue
+and no registry. Layers are known by their place in the module tree; MTP heads are outside of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.layer_map import moe_modules
+from models.stream import Stream
+
+
+class RouteLog:
+    """The choices of one forward pass of one stream on this rank: its tensor rank's part of the tokens, its own layers.
+
+    `choice[layer]`: Int[T / tensor, K] expert ids, by 0-based model layer, unsorted.
+    """
+
+    def __init__(self) -> None:
+        self.choice: dict[int, Tensor] = {}
+
+    def stacked(self, layers: list[int]) -> Tensor:
+        """[T / tensor, len(layers), K]."""
+        if missing := [layer for layer in layers if layer not in self.choice]:
+            raise RuntimeError(f"no routes were recorded on layers {missing}: the forward pass did not reach their routers")
+        return torch.stack([self.choice[layer] for layer in layers], dim=1)
+
+
+class RouteTap:
+    """One router's tap. Megatron calls `get_replay_topk` in place of its own top-k."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.layer_number: int | None = None  # Megatron writes its own number here
+        self.stream: Stream | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """scores [T / tensor, E] -> (scores of the chosen [., K], expert ids [., K])."""
+        log = self.stream.routes if self.stream is not None else None
+        if log is None:
+            return default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.layer in log.choice:  # the same stream again: recomputation, which must repeat its forward's choice
+            chosen = log.choice[self.layer]
+            return scores.gather(1, chosen), chosen
+        values, chosen = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        log.choice[self.layer] = chosen.detach()
+        return values, chosen
+
+
+def install_taps(chunks: list[Any]) -> list[RouteTap]:
+    """Puts a tap into every router of `chunks` (unwrapped models), in order of layers."""
+    taps = []
+    for layer, module in moe_modules(chunks):
+        tap = RouteTap(layer)
+        module.mlp.router.router_replay = tap
+        module.register_forward_pre_hook(_notice_stream(tap), with_kwargs=True)
+        taps.append(tap)
+    return taps
+
+
+def _notice_stream(tap: RouteTap) -> Callable[..., None]:
+    def notice(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        tap.stream = kwargs.get("packed_seq_params")
+
+    return notice

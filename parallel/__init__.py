@@ -1,0 +1,1 @@
+"""Ranks, devices, process groups and schedules; knows nothing of models or RL."""

@@ -1,0 +1,251 @@
+"""Starts the processes of a run on this machine, ends them together, and says which failed first. Imports no torch."""
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from parallel.errors import UsageError
+
+_ERROR_DIR = "MOE_RL_ERROR_DIR"
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 3.0
+_TAIL_LINES = 20
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that torchrun, srun or `launch` started, and which of them this one is."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def launched_world(env: Mapping[str, str]) -> World | None:
+    """The world that a launcher put into the environment `env`; None in a plain process.
+
+    A Slurm batch script and the shell of `salloc` carry the job's SLURM_NTASKS too, but are no task of a step: the step's
+    own count tells.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "SLURM_PROCID" in env and tasks > 1:
+        return World(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", "0")))
+    return None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank ended. `time`: seconds since the epoch; `traceback` is empty where the rank left no word."""
+
+    time: float
+    rank: int
+    kind: str
+    message: str
+    traceback: str
+    exit_code: int
+
+
+class report_errors:
+    """Around a worker's work: an exception is recorded for `launch`, which prints it, and the worker exits without a word.
+
+    Where `launch` did not start this process (torchrun, srun, a single process) the exception goes its way.
+    Exit codes: 2 for UsageError, 130 for KeyboardInterrupt, else 1.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        folder = os.environ.get(_ERROR_DIR)
+        if error is None or folder is None or isinstance(error, SystemExit):
+            return
+        code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        name = "UsageError" if isinstance(error, UsageError) else type(error).__name__
+        text = "".join(traceback.format_exception(error))
+        rank = int(os.environ["RANK"])
+        _write(Path(folder), Failure(time.time(), rank, name, str(error), text, code))
+        raise SystemExit(code) from None
+
+
+def launch(command: list[str], processes: int, threads: int) -> int:
+    """Runs `command` in `processes` processes until all succeed or one fails; then ends the others. Returns the exit code.
+
+    Each finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and OMP_NUM_THREADS=`threads`.
+    Rank 0 prints as it goes. What the others print is shown only at the end, its last lines, for the rank that failed first.
+    That rank's error comes last on stderr and its exit code is returned: 128 + n after signal n. Interrupted: 130 (SIGINT),
+    143 (SIGTERM). No process outlives the launcher, even one that is killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="moe-rl-") as name, _signals() as received:
+        folder = Path(name)
+        workers: list[subprocess.Popen[bytes]] = []
+        try:
+            _start(workers, command, processes, threads, folder)
+            failure = _watch(workers, folder, received)
+        finally:
+            _end(workers, received)
+        if failure is None:
+            if received:
+                print(f"moe-rl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+            return 128 + received[0] if received else 0
+        first = min([failure, *_recorded(folder)], key=lambda one: one.time)
+        _report(first, folder)
+        return first.exit_code
+
+
+def _start(workers: list[subprocess.Popen[bytes]], command: list[str], processes: int, threads: int, folder: Path) -> None:
+    shared = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": str(threads),
+        _ERROR_DIR: str(folder),
+    }
+    die_with_parent = _die_with_parent()
+    for rank in range(processes):
+        with contextlib.ExitStack() as stack:
+            output = None if rank == 0 else stack.enter_context(_output(folder, rank).open("wb"))
+            workers.append(
+                subprocess.Popen(
+                    command,
+                    env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C in a terminal reaches the launcher alone, which ends them in order
+                    preexec_fn=die_with_parent,
+                )
+            )
+
+
+def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[int]) -> Failure | None:
+    """Waits until every worker succeeded (None), one failed (what is known of it so far), or a signal came (None)."""
+    looked = time.time()
+    while not received:
+        looking = time.time()
+        if any(folder.glob("rank_*.json")) or any(worker.poll() for worker in workers):
+            # Poll again: whatever made a rank speak or die had happened by now.
+            codes = [worker.poll() for worker in workers]
+            failures = _recorded(folder)
+            spoken = {failure.rank for failure in failures}
+            failures += [_wordless(rank, code, looked) for rank, code in enumerate(codes) if code and rank not in spoken]
+            return min(failures, key=lambda one: one.time)
+        if all(worker.returncode == 0 for worker in workers):
+            return None
+        looked = looking
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _wordless(rank: int, code: int, looked: float) -> Failure:
+    """A rank that left no word. It died at some time after the last look, so what its peers recorded since then followed
+    from its death; but an abort may itself follow from a peer's error: for that, the latest possible time."""
+    if code > 0:
+        return Failure(looked, rank, "exited", f"with code {code}", "", code)
+    name = signal.Signals(-code).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return Failure(time.time() if name == "SIGABRT" else looked, rank, "killed", f"by signal {name}{hint}", "", 128 - code)
+
+
+def _end(workers: list[subprocess.Popen[bytes]], received: list[int]) -> None:
+    """SIGTERM to the sessions of the workers, SIGKILL to what is left after the grace time, or at a further signal."""
+    before, running = len(received), [worker for worker in workers if worker.poll() is None]
+    _signal(running, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(worker.poll() is None for worker in running) and time.monotonic() < deadline and len(received) == before:
+        time.sleep(_POLL_SECONDS)
+    _signal([worker for worker in workers if worker.returncode != 0], signal.SIGKILL)  # and what they left in their sessions
+    for worker in workers:
+        worker.wait()
+    if running and sys.stderr.isatty():
+        print("\x1b[?25h", end="", file=sys.stderr)  # a live display that was cut off hides the cursor
+
+
+def _signal(workers: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, number)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT, SIGTERM and SIGHUP instead of acting on them."""
+    received: list[int] = []
+
+    def collect(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, collect) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a child runs before the command so that the kernel kills it when the launcher dies. Linux only."""
+    if sys.platform != "linux":
+        return None
+    libc, launcher = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:  # it died before the call
+            os._exit(1)
+
+    return prepare
+
+
+def _free_port() -> int:
+    """A free port below those that the kernel gives to outgoing connections, so that it is still free when rank 0 binds it."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _write(folder: Path, failure: Failure) -> None:
+    part = folder / f"rank_{failure.rank}.part"
+    part.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    part.replace(folder / f"rank_{failure.rank}.json")
+
+
+def _recorded(folder: Path) -> list[Failure]:
+    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank_*.json")]
+
+
+def _output(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.log"
+
+
+def _report(failure: Failure, folder: Path) -> None:
+    if failure.kind == "UsageError":
+        print(f"moe-rl: error: {' '.join(failure.message.split())}", file=sys.stderr)
+        return
+    output = _output(folder, failure.rank)
+    tail = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:] if output.exists() else []
+    if tail:
+        print(f"last lines of rank {failure.rank}:", *tail, sep="\n  ", file=sys.stderr)
+    if failure.traceback:
+        print(failure.traceback.rstrip(), file=sys.stderr)
+    text = f"{failure.kind}: {failure.message}" if failure.traceback else f"{failure.kind} {failure.message}"
+    print(f"rank {failure.rank} failed first: {text}", file=sys.stderr)

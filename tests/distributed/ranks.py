@@ -1,0 +1,30 @@
+"""Runs a function on several gloo ranks: real processes, a file as meeting place, an error of any rank is the test's."""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """What `function(runtime, *args)` returned on each rank. The function must be importable by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_enter, (function, world_size, folder, args), nprocs=world_size, start_method="spawn")
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _enter(rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    from parallel.runtime import started
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    try:
+        with started(seed=0, threads=1, timeout_seconds=120, rendezvous=Path(folder) / "meet") as runtime:
+            torch.save(function(runtime, *args), Path(folder) / f"{rank}.pt")
+    except Exception:  # shown here, since the parent only learns of the rank that it noticed first
+        traceback.print_exc()
+        raise
