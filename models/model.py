@@ -1,6 +1,7 @@
 """The MoE transformer of one rank, assembled: forward passes that score, and passes with gradients that train."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from models.logprobs import Vocabulary, local_logits, logprobs_and_entropy
 from models.optimizer import Optimizer
 from models.routing import RouteLog, install_taps
 from models.stream import Stream
+from models.torch_layers import StackedExperts
 from parallel.groups import Groups
 from parallel.schedule import round_up_microbatches, run_microbatches
 
@@ -77,7 +79,7 @@ class MoEModel:
         for stream in streams:
             stream.routes = RouteLog()
         for chunk in self.chunks:
-            chunk.train(not forward_only or chunk.training)
+            chunk.train(not forward_only)
 
         def step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
             stream, loss = next(iterator)
@@ -149,6 +151,20 @@ class MoEModel:
         parts = [torch.empty_like(part) for _ in range(self.groups.tensor.size)]
         dist.all_gather(parts, part.contiguous(), group=self.groups.tensor.group)
         return torch.cat(parts, dim=-1)
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Weights stay as they are within the block: experts are stacked once for it."""
+        experts = [m for chunk in self.bare for m in chunk.modules() if isinstance(m, StackedExperts)]
+        for chunk in self.bare:
+            chunk.eval()
+        try:
+            for module in experts:
+                module.stack()
+            yield
+        finally:
+            for module in experts:
+                module.unstack()
 
     @torch.no_grad()
     def next_token_logits(self, stream: Stream) -> Tensor | None:

@@ -5,7 +5,11 @@ from typing import Any
 import torch
 
 from models.config import OptimizerConfig
-from parallel.cpu import cuda_type_names
+from parallel.cpu import tensors_answer_as_cuda
+
+
+# how the state is laid out in a checkpoint
+_LAYOUT_FREE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class Optimizer:
@@ -16,8 +20,8 @@ class Optimizer:
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        with cuda_type_names():
-            self.megatron = get_megatron_optimizer(
+        with tensors_answer_as_cuda():
+            self.megatron: Any = get_megatron_optimizer(
                 MegatronConfig(
                     optimizer="adam",
                     lr=config.lr,
@@ -50,6 +54,42 @@ class Optimizer:
             use_checkpoint_opt_param_scheduler=True,
         )
         self.chunks = chunks
+        self._allocate_state()
+
+    def _allocate_state(self) -> None:
+        """Zero moments now instead of at the first update: Megatron cannot describe torch's AdamW to a checkpoint before."""
+        for part in self.megatron.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for group in part.optimizer.param_groups:
+                    for p in group["params"]:
+                        zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                        part.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+
+    def sharded_state(self, weights: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+        """Moments and master weights as Megatron's shards, and the number of updates, for a checkpoint that any layout can
+        load: without expert parallelism there is one optimizer, with it there are two. weights: the model's own shards."""
+        with tensors_answer_as_cuda():
+            parts = [
+                part.sharded_state_dict(weights, is_loading=is_loading, metadata=_LAYOUT_FREE)
+                for part in self.megatron.chained_optimizers
+            ]
+        updates = parts[0]["optimizer"]["param_groups"][0]["step"]
+        return {"shards": [part["param_state"] for part in parts], "updates": updates}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes over what was loaded into a `sharded_state`."""
+        with tensors_answer_as_cuda():
+            for part, shards in zip(self.megatron.chained_optimizers, state["shards"], strict=True):
+                own = part.state_dict()
+                for group in own["optimizer"]["param_groups"]:
+                    group["step"] = state["updates"]
+                part.load_state_dict(own)
+                # torch's AdamW keeps its step among the moments, where Megatron 0.19 then looks for it in the shards
+                moments = part.optimizer.state
+                steps = {p: moments[p].pop("step") for p in moments if "step" in moments[p]}
+                part.load_parameter_state_from_fully_reshardable(shards)
+                for p, step in steps.items():
+                    moments[p]["step"] = step
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:
@@ -58,7 +98,7 @@ class Optimizer:
 
     def step(self) -> float:
         """Clips, updates, advances the schedule; collective. Returns the gradient norm before clipping."""
-        with cuda_type_names():
+        with tensors_answer_as_cuda():
             done, norm, _ = self.megatron.step()
         if not done or norm is None:
             raise FloatingPointError("the optimizer refused the update: a gradient is not finite")

@@ -18,7 +18,7 @@ from models.stream import Stream
 class RouteLog:
     """The choices of one forward pass of one stream on this rank: its tensor rank's part of the tokens, its own layers.
 
-    `choice[layer]`: Int[T / tensor, K] expert ids, by 0-based model layer, unsorted.
+    `choice[layer]`: Int[T / tensor, K] expert ids, by 0-based model layer, ascending.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,11 @@ class RouteTap:
         if self.layer in log.choice:  # the same stream again: recomputation, which must repeat its forward's choice
             chosen = log.choice[self.layer]
             return scores.gather(1, chosen), chosen
-        values, chosen = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        log.choice[self.layer] = chosen.detach()
-        return values, chosen
+        _, chosen = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        # in order of expert number: top-k comes in another order without gradients, and gates would round differently
+        chosen = chosen.detach().sort(dim=-1).values
+        log.choice[self.layer] = chosen
+        return scores.gather(1, chosen), chosen
 
 
 def install_taps(chunks: list[Any]) -> list[RouteTap]:

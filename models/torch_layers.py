@@ -63,9 +63,11 @@ class StreamAttention(MegatronModule):
 def attend(stream: Stream, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """[T, heads, d] x [T, groups, d] -> [T, heads * d]."""
     if stream.cache is not None:
-        keys, values = stream.cache.write(layer, stream.row, stream.position, key, value)
+        real = slice(stream.real)  # filler is never cached: it may be longer than the cache
+        keys, values = stream.cache.write(layer, stream.row[real], stream.position[real], key[real], value[real])
         if len(stream.lengths) == stream.real:  # one token a sequence: decode
-            return _decode(stream, query, keys, values, scale)
+            out = _decode(stream.position[real], query[real], keys, values, scale)
+            return F.pad(out, (0, 0, 0, stream.filler))
     rows = len(stream.lengths) + (stream.filler > 0)
     longest = max(*stream.lengths, stream.filler, 1)
     if rows * longest == stream.size:  # equal lengths: a view will do
@@ -81,12 +83,15 @@ def attend(stream: Stream, layer: int, query: Tensor, key: Tensor, value: Tensor
     return out.reshape(stream.size, -1)
 
 
-def _decode(stream: Stream, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+def _decode(position: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """Token i is of cache row i, at position[i]."""
     tokens, heads, size = query.shape
-    groups, longest = keys.shape[1], int(stream.position.max()) + 1
+    if tokens == 0:
+        return query.reshape(0, heads * size)
+    groups, longest = keys.shape[1], int(position.max()) + 1
     # the heads that share a key/value head stand in the query's length dimension
     q = query.view(tokens, groups, heads // groups, size)
-    seen = torch.arange(longest, device=query.device) <= stream.position[:, None]
+    seen = torch.arange(longest, device=query.device) <= position[:, None]
     out = F.scaled_dot_product_attention(
         q, keys[:tokens, :, :longest], values[:tokens, :, :longest], attn_mask=seen[:, None, None], scale=scale
     )

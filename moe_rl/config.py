@@ -1,12 +1,25 @@
 """The whole YAML, typed. A component receives its own section, never the whole."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
-from models.config import ModelConfig
+from models.config import PRESETS, ModelConfig, OptimizerConfig
+from moe_rl import config_errors, config_values, yaml_text
 from parallel.config import ParallelConfig
+from parallel.errors import UsageError
 
 
 class Section(BaseModel):
@@ -78,20 +91,6 @@ class DriftSection(Section):
     enabled: bool = Field(True, description="routes of the old and the update passes, compared by layer and minibatch")
 
 
-class OptimizerSection(Section):
-    lr: NonNegativeFloat = 1e-6
-    min_lr: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up")
-    warmup_updates: NonNegativeInt = Field(0, description="optimizer updates of linear warm-up")
-    decay_updates: PositiveInt | None = Field(None, description="updates until min_lr; none: the whole run")
-    weight_decay: NonNegativeFloat = 0.0
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    epsilon: PositiveFloat = 1e-8
-    grad_clip: NonNegativeFloat = Field(1.0, description="0: off")
-    distributed: bool = Field(True, description="shard the optimizer's state over the data-parallel ranks")
-
-
 class SftSection(Section):
     """Supervised steps: all of `moe-rl sft`, and the warm start of `moe-rl train` when it starts from fresh weights."""
 
@@ -132,7 +131,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
     replay: ReplaySection = ReplaySection()
     drift: DriftSection = DriftSection()  # pyright: ignore[reportCallIssue]
-    optimizer: OptimizerSection = OptimizerSection()  # pyright: ignore[reportCallIssue]
+    optimizer: OptimizerConfig = OptimizerConfig()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
     eval: EvalSection = EvalSection()  # pyright: ignore[reportCallIssue]
     checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
@@ -155,3 +154,40 @@ class RunConfig(Section):
     @property
     def directory(self) -> Path:
         return self.run.dir / self.run.name
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> RunConfig:
+    """The run that a YAML file describes.
+
+    `overrides`: `key.path=value`, the value read as YAML; the last one of a key counts. `base`: values beneath the file's.
+    Beneath the model's keys lie those of `model.preset`. Raises UsageError, one line, for anything that is wrong.
+    """
+    values = config_values.merged(base or {}, config_values.read(Path(path), RunConfig))
+    for override in overrides:
+        config_values.override(values, override, RunConfig)
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("preset") is not None:
+        values["model"] = {**_preset(model["preset"]), **model}
+    config_values.check_numbers(values, RunConfig)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(config_errors.explain(error, RunConfig)) from error
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Raises UsageError unless the layout fits the model and `world_size` processes."""
+    config.model.check_layout(config.parallel)
+    config.parallel.check_world(world_size)
+
+
+def dump(config: RunConfig) -> str:
+    """YAML of every value, that `load` reads back as an equal configuration."""
+    return yaml_text.dump(config.model_dump(mode="json"))
+
+
+def _preset(name: object) -> dict[str, Any]:
+    if not isinstance(name, str) or name not in PRESETS:
+        hint = config_errors.near(str(name), PRESETS)
+        raise UsageError(f"model.preset={config_errors.show(name)}: must be one of {', '.join(PRESETS)}{hint}")
+    return PRESETS[name]

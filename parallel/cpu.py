@@ -5,7 +5,7 @@ when Megatron-Core asks for the accelerator by `torch.accelerator` or takes the 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -93,21 +93,22 @@ def _as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 @contextlib.contextmanager
-def cuda_type_names() -> Iterator[None]:
-    """Within it `tensor.type()` answers 'torch.cuda.FloatTensor' on the CPU: Megatron's optimizers sort by that name."""
+def tensors_answer_as_cuda() -> Iterator[None]:
+    """Within it CPU tensors say 'torch.cuda.FloatTensor' of themselves, by which Megatron's optimizers sort parameters, and
+    `.cuda()` gives the tensor back, to which they move state before gathering it."""
     if torch.cuda.is_available():
         yield
         return
-    plain: Callable[..., Any] = torch.Tensor.type
+    tensor: Any = torch.Tensor
+    plain_type, plain_cuda = tensor.type, tensor.cuda
 
-    def named(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def named_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
-            return plain(self, dtype, *args, **kwargs)
-        return "torch.cuda." + plain(self).rsplit(".", 1)[1]
+            return plain_type(self, dtype, *args, **kwargs)
+        return "torch.cuda." + plain_type(self).rsplit(".", 1)[1]
 
-    patched: Any = torch.Tensor
-    patched.type = named
+    tensor.type, tensor.cuda = named_type, lambda self, *args, **kwargs: self
     try:
         yield
     finally:
-        patched.type = plain
+        tensor.type, tensor.cuda = plain_type, plain_cuda

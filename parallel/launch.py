@@ -38,8 +38,7 @@ class World:
 def launched_world(env: Mapping[str, str]) -> World | None:
     """The world that a launcher put into the environment `env`; None in a plain process.
 
-    A Slurm batch script and the shell of `salloc` carry the job's SLURM_NTASKS too, but are no task of a step: the step's
-    own count tells.
+    A Slurm batch script carries SLURM_PROCID and SLURM_NTASKS too but is no task of a step: the step's own count tells.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
@@ -64,8 +63,9 @@ class Failure:
 class report_errors:
     """Around a worker's work: an exception is recorded for `launch`, which prints it, and the worker exits without a word.
 
-    Where `launch` did not start this process (torchrun, srun, a single process) the exception goes its way.
-    Exit codes: 2 for UsageError, 130 for KeyboardInterrupt, else 1.
+    It belongs inside whatever closes connections to the peers on the way out: they fail then too, and the earliest record
+    counts as the cause. Nested, the inner one records. Where `launch` did not start this process (torchrun, srun, a single
+    process) the exception goes its way. Exit codes: 2 for UsageError, 130 for KeyboardInterrupt, else 1.
     """
 
     def __enter__(self) -> None:
@@ -78,8 +78,7 @@ class report_errors:
         code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         name = "UsageError" if isinstance(error, UsageError) else type(error).__name__
         text = "".join(traceback.format_exception(error))
-        rank = int(os.environ["RANK"])
-        _write(Path(folder), Failure(time.time(), rank, name, str(error), text, code))
+        _write(Path(folder), Failure(time.time(), int(os.environ["RANK"]), name, str(error), text, code))
         raise SystemExit(code) from None
 
 
@@ -191,12 +190,11 @@ def _signals() -> Iterator[list[int]]:
     def collect(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, collect) for number in numbers]
+    before = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield received
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -247,5 +245,6 @@ def _report(failure: Failure, folder: Path) -> None:
         print(f"last lines of rank {failure.rank}:", *tail, sep="\n  ", file=sys.stderr)
     if failure.traceback:
         print(failure.traceback.rstrip(), file=sys.stderr)
-    text = f"{failure.kind}: {failure.message}" if failure.traceback else f"{failure.kind} {failure.message}"
-    print(f"rank {failure.rank} failed first: {text}", file=sys.stderr)
+    print(
+        f"rank {failure.rank} failed first: {failure.kind}{':' if failure.traceback else ''} {failure.message}", file=sys.stderr
+    )

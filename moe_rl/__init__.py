@@ -1,0 +1,1 @@
+"""Reinforcement learning of MoE language models."""

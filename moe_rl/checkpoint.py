@@ -1,0 +1,121 @@
+"""Checkpoints in Megatron's sharded format: complete or absent, and loadable in another layout.
+
+A checkpoint is a directory step_NNNNNN. It is written beside its place and renamed when every rank is done, so a directory of
+that name is complete.
+"""
+
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models.model import MoEModel
+from models.optimizer import Optimizer
+from parallel.errors import UsageError
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. position: problems drawn so far. policy_version: optimizer updates so far."""
+
+    step: int
+    position: int
+    policy_version: int
+    kl_coefficient: float
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest complete checkpoint in a run's checkpoints/ directory."""
+    found = sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)) and p.is_dir())
+    return found[-1][1] if found else None
+
+
+def find(path: Path) -> Path:
+    """What checkpoint.load names: a checkpoint, a run's checkpoints/, or a run. Raises UsageError where there is none."""
+    if (path / "metadata.json").exists():
+        return path
+    for directory in (path, path / "checkpoints"):
+        if directory.is_dir() and (found := newest(directory)):
+            return found
+    raise UsageError(f"checkpoint.load={path}: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it")
+
+
+def save(directory: Path, progress: Progress, model: MoEModel, optimizer: Optimizer, keep: int) -> Path:
+    """Saves weights, optimizer, schedule, every rank's random state and `progress` (collective); keeps the newest `keep`."""
+    from megatron.core import dist_checkpointing
+
+    target = directory / f"step_{progress.step:06d}"
+    part = directory / f".{target.name}.part"
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    state = _weights(model)
+    state["optimizer"] = optimizer.sharded_state(state, is_loading=False)
+    state |= {"schedule": optimizer.schedule.state_dict(), "progress": asdict(progress), "random": _random_state()}
+    dist_checkpointing.save(state, str(part), content_metadata={"ranks": dist.get_world_size()})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if target.exists():  # a step saved twice: the same content
+            shutil.rmtree(target)
+        part.rename(target)
+        for _, old in sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)))[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return target
+
+
+def load_weights(path: Path, model: MoEModel) -> None:
+    """Weights alone, from any layout (collective). Raises UsageError where they do not fit the model."""
+    _read(path, _weights(model), model)
+
+
+def load(path: Path, model: MoEModel, optimizer: Optimizer) -> Progress:
+    """Everything that `save` saved (collective); random states only where the number of ranks is the same."""
+    from megatron.core.dist_checkpointing import load_content_metadata
+
+    wanted = _weights(model)
+    wanted["optimizer"] = optimizer.sharded_state(wanted, is_loading=True)
+    same_ranks = (load_content_metadata(str(path)) or {}).get("ranks") == dist.get_world_size()
+    if same_ranks:
+        wanted["random"] = _random_state()
+    state = _read(path, wanted, model)
+    optimizer.load_state(state["optimizer"])
+    optimizer.schedule.load_state_dict(state["schedule"])
+    if same_ranks:
+        torch.set_rng_state(state["random"]["torch"])
+    return Progress(**state["progress"])
+
+
+def _weights(model: MoEModel) -> dict[str, Any]:
+    metadata = {"dp_cp_group": model.groups.collection.dp_cp}
+    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(model.bare)}
+
+
+def _random_state() -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    return {"torch": ShardedObject("random/torch", torch.get_rng_state(), (ranks,), (rank,), replica_id=0)}
+
+
+def _read(path: Path, wanted: dict[str, Any], model: MoEModel) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        state = dist_checkpointing.load(wanted, str(path))
+    except (CheckpointingException, KeyError) as error:
+        raise UsageError(
+            f"checkpoint.load={path}: does not fit this model ({' '.join(str(error).split())[:300]}); "
+            "the model section must be the one it was made with"
+        ) from error
+    for i, chunk in enumerate(model.bare):
+        chunk.load_state_dict(state[f"model{i}"])
+    return state

@@ -1,0 +1,154 @@
+"""The command line, `moe-rl`. Nothing heavy is imported until a command runs: `moe-rl --help` must answer at once."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from parallel.errors import UsageError
+
+if TYPE_CHECKING:
+    from moe_rl.config import RunConfig
+
+_TRAIN_EXAMPLES = """\
+examples:
+  moe-rl train configs/quickstart.yaml
+  moe-rl train configs/quickstart.yaml run.name=grpo algorithm.name=grpo optimizer.lr=5e-5
+  moe-rl train configs/quickstart.yaml parallel.expert=2             (starts 2 processes)
+  moe-rl train configs/quickstart.yaml parallel.pipeline=2 run.processes=4
+  moe-rl train configs/quickstart.yaml task.name=jsonl task.options={} task.train_path=problems.jsonl
+  torchrun --nproc-per-node 8 -m moe_rl.cli train run.yaml           (inside torchrun or srun nothing more is started)"""
+
+_SFT_EXAMPLES = """\
+examples:
+  moe-rl sft configs/quickstart.yaml run.name=warm sft.steps=300
+  moe-rl train configs/quickstart.yaml checkpoint.load=runs/warm     (RL from there)"""
+
+_EVAL_EXAMPLES = """\
+examples:
+  moe-rl eval configs/quickstart.yaml checkpoint.load=runs/quickstart
+  moe-rl eval configs/quickstart.yaml checkpoint.load=runs/quickstart eval.samples=8 eval.temperature=1"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends with one line and exit code 2 instead of the usage and a line."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += " (settings are written key.path=value, such as run.steps=20)"
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted, 1 anything else."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        parsed = _parser().parse_args(arguments)
+        return parsed.run(parsed)
+    except UsageError as error:
+        print(f"moe-rl: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("moe-rl: stopped by SIGINT", file=sys.stderr)
+        return 130
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="moe-rl",
+        description="Reinforcement learning of Mixture-of-Experts language models, with instruments for routing drift.",
+        epilog="moe-rl COMMAND --help shows examples. README.md lists every setting.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, does, examples in (
+        ("train", "reinforcement learning", _TRAIN_EXAMPLES),
+        ("sft", "supervised training (a warm start)", _SFT_EXAMPLES),
+        ("eval", "pass@1 or pass@k of a checkpoint on held-out problems", _EVAL_EXAMPLES),
+    ):
+        command = _add_command(commands, name, does, examples, _run)
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument(
+            "overrides", metavar="key=value", nargs="*", default=[], help="settings above the file's, by dotted key"
+        )
+    _add_command(
+        commands, "doctor", "what is installed, what will be used, what is wrong", "example:\n  moe-rl doctor", _doctor
+    )
+    return parser
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[_Parser]",
+    name: str,
+    does: str,
+    examples: str,
+    run: Callable[[argparse.Namespace], int],
+) -> _Parser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    command = commands.add_parser(name, help=does, description=does, epilog=examples, formatter_class=formatter)
+    command.set_defaults(run=run)
+    return command
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        import importlib.metadata
+
+        print(f"moe-rl {importlib.metadata.version('moe-rl')}")
+        parser.exit()
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from moe_rl.doctor import doctor
+
+    return doctor()
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """train, sft and eval: everything a person can get wrong is looked at before a process or torch starts."""
+    from moe_rl import config
+    from parallel.launch import launch, launched_world, report_errors
+
+    world = launched_world(os.environ)
+    try:
+        with report_errors():
+            settings = config.load(arguments.config, arguments.overrides)
+            processes = world.size if world else settings.run.processes or settings.parallel.fewest_processes
+            config.check(settings, processes)
+            _preflight(settings)
+    except UsageError:
+        if world and world.local_rank:  # every rank of a node finds the same: one says it
+            return 2
+        raise
+    if world or processes == 1:
+        with report_errors():
+            _entry(arguments.command)(settings)
+        return 0
+    command = [sys.executable, "-P", "-m", "moe_rl.cli", arguments.command, arguments.config, *arguments.overrides]
+    return launch(command, processes, settings.run.threads)
+
+
+def _preflight(settings: "RunConfig") -> None:
+    """Raises UsageError for what the run would otherwise stumble over once it has started."""
+    from moe_rl import tracking
+    from moe_rl.tasks import build_task, build_tokenizer, check_prompts, check_vocab
+
+    tracking.check(settings.tracking, settings.directory)
+    if settings.checkpoint.load is not None and not settings.checkpoint.load.is_dir():
+        raise UsageError(f"checkpoint.load={settings.checkpoint.load}: no such directory")
+    task = build_task(settings.task)
+    tokenizer = build_tokenizer(settings.model.tokenizer)
+    check_vocab(tokenizer, settings.model.vocab_size)
+    check_prompts(task, tokenizer, settings.model.max_positions, settings.rollout.max_response_tokens)
+
+
+def _entry(command: str) -> "Callable[[RunConfig], None]":
+    """What runs on every rank."""
+    from moe_rl import trainer
+
+    return {"train": trainer.train, "sft": trainer.sft, "eval": trainer.evaluate}[command]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

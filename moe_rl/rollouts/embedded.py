@@ -1,0 +1,165 @@
+"""The rollout engine that is the trained Megatron model itself: batched sampling with a KV cache, in every layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.cache import KVCache
+from models.model import MoEModel
+from models.stream import FILLER_TOKEN, Stream
+from moe_rl.rollouts.engine import Request
+from moe_rl.rollouts.sampling import draw
+from moe_rl.types import FinishReason, Response, Sampling
+
+
+class EmbeddedEngine:
+    """An Engine over `model`. All prompts enter in one pass, then one token a live sequence; finished ones leave the stream."""
+
+    def __init__(self, model: MoEModel, max_batch: int) -> None:
+        """max_batch: sequences that generate at once on one data-parallel rank; bounds the cache."""
+        self.model, self.max_batch = model, max_batch
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, *, routes: bool = True) -> list[Response]:
+        batches = torch.tensor(-(-len(requests) // self.max_batch), device=self.model.device)
+        dist.all_reduce(batches, dist.ReduceOp.MAX)
+        responses: list[Response] = []
+        with self.model.generating():
+            for i in range(int(batches)):
+                part = requests[i * self.max_batch : (i + 1) * self.max_batch]
+                responses += _Generation(self.model, part, sampling, routes).run()
+        return responses
+
+
+@dataclass
+class _Sequence:
+    """One request on its way."""
+
+    tokens: list[int]
+    prompt: int
+    uniforms: Tensor
+    logprobs: list[float] = field(default_factory=list)
+    finish: FinishReason = "length"
+
+    @property
+    def drawn(self) -> int:
+        return len(self.logprobs)
+
+
+class _Generation:
+    """One batch from prompts to responses. `live[i]` is the sequence in cache row i."""
+
+    def __init__(self, model: MoEModel, requests: Sequence[Request], sampling: Sampling, routes: bool) -> None:
+        self.model, self.groups, self.sampling = model, model.groups, sampling
+        self.sequences = [
+            _Sequence(list(r.prompt_ids), len(r.prompt_ids), _uniforms(r.seed, sampling.max_tokens)) for r in requests
+        ]
+        self.live = list(range(len(requests)))
+        longest = max((s.prompt for s in self.sequences), default=1) + sampling.max_tokens
+        self.cache = KVCache(rows=len(requests), length=longest)
+        self.routes = self._empty_routes(longest) if routes else None
+
+    def run(self) -> list[Response]:
+        feed = [s.tokens for s in self.sequences]
+        prefill = True
+        while size := self._size(sum(map(len, feed))):
+            stream = self._stream(feed, size, prefill)
+            logits = self.model.next_token_logits(stream)
+            self._note_routes(stream)
+            self._sample(logits)
+            self._retire()
+            feed, prefill = [self.sequences[i].tokens[-1:] for i in self.live], False
+        return self._responses()
+
+    def _size(self, wanted: int) -> int:
+        """Tokens that this rank feeds: filled up to a multiple of the tensor group; 0 only when nobody has work left.
+
+        The ranks that exchange tokens keep in step: one without work feeds filler."""
+        most = torch.tensor(wanted, device=self.model.device)
+        if self.groups.dispatch.size > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.dispatch.group)
+        equal = self.groups.parallel.dispatcher == "allgather"
+        size = int(most) if equal else max(wanted, min(1, int(most)))
+        return -(-size // self.groups.tensor.size) * self.groups.tensor.size
+
+    def _stream(self, feed: list[list[int]], size: int, prefill: bool) -> Stream:
+        lengths = [len(tokens) for tokens in feed]
+        real = sum(lengths)
+        filler = size - real
+        tokens = [t for part in feed for t in part] + [FILLER_TOKEN] * filler
+        row = [i for i, n in enumerate(lengths) for _ in range(n)]
+        first = [0 if prefill else len(self.sequences[i].tokens) - 1 for i in self.live]
+        position = [start + j for start, n in zip(first, lengths, strict=True) for j in range(n)]
+        row, position = row + [len(feed)] * filler, position + list(range(filler))
+        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
+        device = self.model.device
+        ints = [torch.tensor(values, dtype=torch.int64).to(device) for values in (tokens, row, position)]
+        return Stream(*ints, lengths, filler, ends.to(device), cache=self.cache)
+
+    def _sample(self, logits: Tensor | None) -> None:
+        drawn = torch.zeros(2, len(self.live), dtype=torch.float64, device=self.model.device)
+        if not self.live:
+            return
+        if logits is not None:
+            waiting = [self.sequences[i] for i in self.live]
+            uniforms = torch.stack([s.uniforms[s.drawn] for s in waiting]).to(self.model.device)
+            drawn[0], drawn[1] = draw(logits[:, : self.model.config.vocab_size], uniforms, self.sampling)
+        if self.groups.model.size > 1:
+            dist.broadcast(drawn, self.groups.last_stage_main, group=self.groups.model.group)
+        for i, token, logprob in zip(self.live, drawn[0].long().tolist(), drawn[1].tolist(), strict=True):
+            self.sequences[i].tokens.append(token)
+            self.sequences[i].logprobs.append(logprob)
+
+    def _retire(self) -> None:
+        keep = []
+        for row, i in enumerate(self.live):
+            sequence = self.sequences[i]
+            if sequence.tokens[-1] in self.sampling.stop_token_ids:
+                sequence.finish = "stop"
+            elif sequence.drawn < self.sampling.max_tokens:
+                keep.append(row)
+        if len(keep) < len(self.live):
+            self.cache.keep(keep)
+            self.live = [self.live[row] for row in keep]
+
+    def _empty_routes(self, longest: int) -> Tensor:
+        config = self.model.config
+        shape = (len(self.sequences), longest, len(config.moe_layers), config.topk)
+        return torch.zeros(shape, dtype=torch.int32, device=self.model.device)
+
+    def _note_routes(self, stream: Stream) -> None:
+        """Writes this rank's part: its tensor rank's tokens, its layers."""
+        if self.routes is None or not self.live or not self.model.moe_layers:
+            return
+        assert stream.routes is not None
+        part = stream.size // self.groups.tensor.size
+        start = part * self.groups.tensor.rank
+        end = min(stream.real, start + part)
+        if end <= start:
+            return
+        chosen = stream.routes.stacked(self.model.moe_layers)[: end - start]
+        places = torch.tensor([self.model.config.moe_layers.index(layer) for layer in self.model.moe_layers])
+        owner = torch.tensor(self.live, device=self.model.device)[stream.row[start:end]]
+        where = (owner[:, None], stream.position[start:end, None], places.to(self.model.device)[None])
+        self.routes[where] = chosen.to(torch.int32)
+
+    def _responses(self) -> list[Response]:
+        routes = self.routes
+        if routes is not None and self.groups.model.size > 1 and len(self.sequences):
+            dist.all_reduce(routes, group=self.groups.model.group)  # every entry was written by one rank, the rest are 0
+        small = torch.uint8 if self.model.config.experts <= 256 else torch.int16
+        return [
+            Response(
+                token_ids=s.tokens[s.prompt :],
+                logprobs=s.logprobs,
+                finish_reason=s.finish,
+                routes=None if routes is None else routes[i, : len(s.tokens) - 1].to(small).cpu(),
+            )
+            for i, s in enumerate(self.sequences)
+        ]
+
+
+def _uniforms(seed: int, count: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,0 +1,104 @@
+"""Where metrics go beside the run directory. The only file that imports wandb and TensorBoard, on use."""
+
+import importlib.util
+import netrc
+import os
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallel.errors import UsageError
+
+
+class Sink(Protocol):
+    """A place for metrics."""
+
+    def log(self, step: int, values: Mapping[str, float], phase: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WandbSink:
+    """A wandb run below `directory`/wandb, offline where no account is known. A resumed run goes on under the same id.
+
+    note: a line for the person, or nothing.
+    """
+
+    def __init__(self, project: str, directory: Path, config: Mapping[str, Any], resumed: int | None) -> None:
+        import wandb
+
+        identity = directory / "wandb" / "run-id.txt"
+        known = identity.read_text(encoding="utf-8").strip() if resumed is not None and identity.exists() else None
+        offline = "WANDB_MODE" not in os.environ and not wandb_account()
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=directory.name,
+                dir=str(directory),
+                config=dict(config),
+                id=known,
+                resume="allow" if known else None,
+                mode="offline" if offline else None,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.Error as error:
+            text = " ".join(str(error).split())
+            raise UsageError(f"tracking.wandb=true: {text}; WANDB_MODE=offline writes without a server") from error
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("sft/*", step_metric="sft/step")
+        identity.parent.mkdir(exist_ok=True)
+        identity.write_text(self._run.id + "\n", encoding="utf-8")
+        self.note = ""
+        if offline:
+            folder = Path(self._run.settings.sync_dir)
+            folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+            self.note = f"wandb: no API key (WANDB_API_KEY or `wandb login`), so offline; to upload: wandb sync '{folder}'"
+        elif self._run.url:
+            self.note = f"wandb: {self._run.url}"
+
+    def log(self, step: int, values: Mapping[str, float], phase: str) -> None:
+        self._run.log({**values, "step" if phase == "train" else f"{phase}/step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_account() -> bool:
+    """Whether an API key is known: in the environment, or in the netrc file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in map(os.path.expanduser, names):
+        try:
+            if netrc.netrc(path).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+class TensorboardSink:
+    """TensorBoard event files in `directory`/tensorboard; `tensorboard --logdir runs` shows them."""
+
+    def __init__(self, directory: Path, resumed: int | None) -> None:
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resumed is None else resumed + 1
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, values: Mapping[str, float], phase: str) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def check_tensorboard() -> None:
+    """Raises UsageError where TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("tracking.tensorboard=true: TensorBoard is not installed; pip install 'moe-rl[tensorboard]'")

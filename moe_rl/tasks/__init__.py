@@ -1,0 +1,66 @@
+"""Prompts and rewards: what a run trains on."""
+
+from collections.abc import Callable
+from typing import Any
+
+from moe_rl.config import TaskSection
+from moe_rl.config_errors import near, show
+from moe_rl.tasks import addition, jsonl, reasoning_gym, reversal, user
+from moe_rl.tasks.prompts import check_prompts
+from moe_rl.tasks.rewards import RewardError, score_response
+from moe_rl.tasks.task import ProblemSet, Score, Task, check_task, fingerprint
+from moe_rl.tasks.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, build_tokenizer, check_vocab
+from parallel.errors import UsageError
+
+__all__ = [
+    "TASKS",
+    "ByteTokenizer",
+    "HFTokenizer",
+    "ProblemSet",
+    "RewardError",
+    "Score",
+    "Task",
+    "Tokenizer",
+    "build_task",
+    "build_tokenizer",
+    "check_prompts",
+    "check_task",
+    "check_vocab",
+    "fingerprint",
+    "score_response",
+]
+
+TASKS: dict[str, Callable[[TaskSection], Any]] = {
+    "addition": addition.build,
+    "reversal": reversal.build,
+    "jsonl": jsonl.build,
+}
+
+
+def build_task(section: TaskSection) -> Task:
+    """The task that section.name names, checked by check_task.
+
+    Raises UsageError naming the key for an unknown name, a bad option or file, a package that is missing, or a task of the
+    user's that is none.
+    """
+    _check_file_keys(section)
+    if section.name in TASKS:
+        build = TASKS[section.name]
+    elif section.name.startswith(reasoning_gym.PREFIX):
+        build = reasoning_gym.build
+    elif ":" in section.name:
+        build = user.build
+    else:
+        names = [*TASKS, f"{reasoning_gym.PREFIX}NAME", "MODULE:FUNCTION"]
+        raise UsageError(f"task.name={section.name}: unknown; choose {', '.join(names)}{near(section.name, names)}")
+    return check_task(build(section), section.name)
+
+
+def _check_file_keys(section: TaskSection) -> None:
+    for key, value, default in (
+        ("train_path", section.train_path, None),
+        ("eval_path", section.eval_path, None),
+        ("scorer", section.scorer, "exact"),
+    ):
+        if section.name != "jsonl" and value != default:
+            raise UsageError(f"task.{key}={show(value)}: only task.name=jsonl reads it; remove it")

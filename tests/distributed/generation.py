@@ -1,0 +1,69 @@
+"""Samples in some layout and recomputes what was sampled: tokens, log-probabilities and routes, by global sequence."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_rl.rollouts.embedded import EmbeddedEngine
+from moe_rl.rollouts.engine import Request, sample_seed
+from moe_rl.types import Response, Sampling
+from parallel.runtime import Runtime
+from tests.distributed.passes import Case, built, streams_here, _routes
+
+
+def generated(runtime: Runtime, cases: list[tuple[Case, Sampling]]) -> list[dict[str, Any]]:
+    return [_generate(runtime, case, sampling) for case, sampling in cases]
+
+
+def _generate(runtime: Runtime, case: Case, sampling: Sampling, count: int = 11) -> dict[str, Any]:
+    with built(case, runtime) as model:
+        generator = torch.Generator().manual_seed(case.seed)
+        prompts = [
+            torch.randint(0, case.config.vocab_size, (1 + i % 5,), generator=generator).tolist() for i in range(count)
+        ]
+        mine = list(range(count))[model.groups.data.rank :: model.groups.data.size]
+        if model.groups.data.rank == 1:
+            mine = mine[:2]  # ends early, while the others go on
+        engine = EmbeddedEngine(model, max_batch=case.budget)
+        requests = [Request(prompts[i], sample_seed(case.seed, "test", 0, i)) for i in mine]
+        here = dict(zip(mine, engine.generate(requests, sampling), strict=True))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, here)
+        responses: dict[int, Response] = {}
+        for part in gathered:
+            for i, response in part.items():
+                assert i not in responses or responses[i].token_ids == response.token_ids
+                responses[i] = response
+        order = sorted(responses)
+        sequences = [prompts[i] + responses[i].token_ids for i in order]
+        streams, packs = streams_here(model, sequences, [len(prompts[i]) for i in order], budget=40)
+        for stream in streams:
+            stream.temperature = sampling.temperature or 1.0
+        scores = model.score(streams)
+        gap, compared = 0.0, 0
+        for scored, members in zip(scores, packs, strict=False):
+            sampled = torch.tensor([p for j in members for p in responses[order[j]].logprobs])
+            if len(sampled):
+                gap = max(gap, float((scored.logprobs - sampled).abs().max()))
+                compared += len(sampled)
+        wrong, routes = 0, 0
+        for (j, layer), rows in _routes(model, streams, packs).items():
+            seen = rows[:, 0] >= 0
+            engine_routes = responses[order[j]].routes
+            assert engine_routes is not None and len(engine_routes) == len(rows)
+            place = case.config.moe_layers.index(layer)
+            wrong += int((engine_routes[:, place].long().sort(-1).values != rows)[seen].sum())
+            routes += int(seen.sum())
+        totals = torch.tensor([gap, -gap])
+        dist.all_reduce(totals, dist.ReduceOp.MAX)
+        counts = torch.tensor([wrong, routes, compared])
+        dist.all_reduce(counts)
+        return {
+            "tokens": {i: responses[i].token_ids for i in order},
+            "finish": {i: responses[i].finish_reason for i in order},
+            "gap": float(totals[0]),
+            "wrong_routes": int(counts[0]),
+            "routes": int(counts[1]),
+            "compared": int(counts[2]),
+        }
