@@ -48,27 +48,21 @@ def find(path: Path) -> Path:
 
 def save(directory: Path, progress: Progress, model: MoEModel, optimizer: Optimizer, keep: int) -> Path:
     """Saves weights, optimizer, schedule, every rank's random state and `progress` (collective); keeps the newest `keep`."""
-    from megatron.core import dist_checkpointing
-
     target = directory / f"step_{progress.step:06d}"
-    part = directory / f".{target.name}.part"
-    if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
     state = _weights(model)
     state["optimizer"] = optimizer.sharded_state(state, is_loading=False)
     state |= {"schedule": optimizer.schedule.state_dict(), "progress": asdict(progress), "random": _random_state()}
-    dist_checkpointing.save(state, str(part), content_metadata={"ranks": dist.get_world_size()})
-    dist.barrier()
+    _write(target, state)
     if dist.get_rank() == 0:
-        if target.exists():  # a step saved twice: the same content
-            shutil.rmtree(target)
-        part.rename(target)
         for _, old in sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)))[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return target
+
+
+def save_weights(path: Path, model: MoEModel) -> None:
+    """Weights alone, for `load_weights` (collective)."""
+    _write(path, _weights(model))
 
 
 def load_weights(path: Path, model: MoEModel) -> None:
@@ -103,6 +97,24 @@ def _random_state() -> Any:
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     return {"torch": ShardedObject("random/torch", torch.get_rng_state(), (ranks,), (rank,), replica_id=0)}
+
+
+def _write(target: Path, state: dict[str, Any]) -> None:
+    """Beside its place, then renamed; what is there under that name is replaced."""
+    from megatron.core import dist_checkpointing
+
+    part = target.with_name(f".{target.name}.part")
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state, str(part), content_metadata={"ranks": dist.get_world_size()})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if target.exists():
+            shutil.rmtree(target)
+        part.rename(target)
+    dist.barrier()
 
 
 def _read(path: Path, wanted: dict[str, Any], model: MoEModel) -> dict[str, Any]:

@@ -145,9 +145,13 @@ def _preflight(settings: "RunConfig") -> None:
 
 def _entry(command: str) -> "Callable[[RunConfig], None]":
     """What runs on every rank."""
-    from moe_rl import trainer
-
-    return {"train": trainer.train, "sft": trainer.sft, "eval": trainer.evaluate}[command]
+    if command == "train":
+        from moe_rl.trainer import train as entry
+    elif command == "sft":
+        from moe_rl.sft import sft as entry
+    else:
+        from moe_rl.evaluation import evaluate as entry
+    return entry
 
 
 if __name__ == "__main__":

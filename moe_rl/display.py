@@ -13,7 +13,7 @@ SHOWN = (
     ("sft/loss", "loss", ".3f"),
     ("drift/update/expert_change_rate/mean", "change", ".4f"),
     ("ratio/clip_fraction", "clip", ".3f"),
-    ("rollout/tokens_per_second", "tok/s", ".0f"),
+    ("time/rollout_tokens_per_second", "tok/s", ".0f"),
     ("kl/old_new", "kl", ".1e"),
     ("optimizer/grad_norm", "grad", ".2f"),
     ("time/step_seconds", "s", ".2f"),

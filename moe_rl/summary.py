@@ -58,7 +58,7 @@ def change_by_layer(lines: Sequence[Line], last: int) -> dict[int, dict[int, flo
 
 def _progress(lines: Sequence[Line], last: int) -> Table:
     rewards, passed = _values(lines, "reward/mean"), _values(lines, "eval/pass_at_1")
-    speed = _mean(_values(lines, "rollout/tokens_per_second")[-last:])
+    speed = _mean(_values(lines, "time/rollout_tokens_per_second")[-last:])
     span = min(last, max(1, len(rewards) // 2))
     table = Table(box=SIMPLE_HEAD)
     for name in ("", "before", "after"):

@@ -1,0 +1,85 @@
+"""Prompts -> responses -> rewards: one rollout batch, the same on every rank in the end, whatever the layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_rl.collectives import from_model_main, gather_over_data
+from moe_rl.rollouts.engine import Request, sample_seed
+from moe_rl.session import Session
+from moe_rl.stopwatch import Stopwatch
+from moe_rl.tasks import Score, score_response
+from moe_rl.types import Problem, Rollout, Sampling
+
+
+@dataclass(frozen=True)
+class Batch:
+    """rollouts[i].index == i; responses to one problem stand together."""
+
+    rollouts: list[Rollout]
+    scores: list[Score]
+    tokens: int  # generated
+
+
+def collect(
+    session: Session,
+    problems: Sequence[Problem],
+    responses: int,
+    sampling: Sampling,
+    purpose: str,
+    step: int,
+    policy_version: int,
+    watch: Stopwatch,
+) -> Batch:
+    """Samples `responses` responses to each problem and scores them (collective). `purpose` and `step` seed the samples."""
+    groups, tokenizer = session.groups, session.tokenizer
+    prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems]
+    mine = range(len(problems) * responses)[groups.data.rank :: groups.data.size]
+    seed = session.config.run.seed
+    with watch("rollout"):
+        requests = [Request(prompts[i // responses], sample_seed(seed, purpose, step, i)) for i in mine]
+        sampled = session.engine.generate(requests, sampling, routes=False)
+    with watch("reward"):
+        texts = [tokenizer.decode(_without_stop(r.token_ids, sampling)) for r in sampled]
+        scores = None
+        if groups.is_model_main:  # once a model copy: a user's reward may be costly, or not repeat itself
+            on_error = session.config.task.on_reward_error
+            pairs = zip(texts, mine, strict=True)
+            scores = [score_response(session.task, text, problems[i // responses], on_error) for text, i in pairs]
+        scores = from_model_main(scores, groups)
+        here = [
+            (
+                Rollout(
+                    i, problems[i // responses], prompts[i // responses], response, text, score.value, dict(score.parts), policy_version
+                ),
+                score,
+            )
+            for i, response, text, score in zip(mine, sampled, texts, scores, strict=True)
+        ]
+        everything = sorted(gather_over_data(here, groups), key=lambda pair: pair[0].index)
+    rollouts = [replace(rollout) for rollout, _ in everything]
+    return Batch(rollouts, [score for _, score in everything], sum(len(r.response.token_ids) for r in rollouts))
+
+
+def _without_stop(token_ids: list[int], sampling: Sampling) -> list[int]:
+    """What the reward sees: the response without the token that ended it."""
+    return token_ids[:-1] if token_ids and token_ids[-1] in sampling.stop_token_ids else token_ids
+
+
+def reward_metrics(batch: Batch) -> dict[str, float]:
+    """Of a rollout batch. Lengths in tokens."""
+    rewards = [r.reward for r in batch.rollouts]
+    lengths = [len(r.response.token_ids) for r in batch.rollouts]
+    count, mean = len(rewards), sum(rewards) / len(rewards)
+    metrics = {
+        "reward/mean": mean,
+        "reward/std": (sum((r - mean) ** 2 for r in rewards) / count) ** 0.5,
+        "reward/correct_fraction": sum(s.correct for s in batch.scores) / count,
+        "reward/failed": float(sum(s.failed for s in batch.scores)),
+        "response/length_mean": sum(lengths) / count,
+        "response/length_max": float(max(lengths)),
+        "response/stopped_fraction": sum(r.response.finish_reason == "stop" for r in batch.rollouts) / count,
+    }
+    for name in sorted({name for r in batch.rollouts for name in r.parts}):
+        values = [r.parts[name] for r in batch.rollouts if name in r.parts]
+        metrics[f"reward/parts/{name}"] = sum(values) / len(values)
+    return metrics

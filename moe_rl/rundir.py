@@ -1,0 +1,78 @@
+"""Whose directory a run may take: its own, to go on in; another run's is moved aside first, never written over."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moe_rl import checkpoint, yaml_text
+from moe_rl.config import RunConfig, dump
+from moe_rl.tracking import FILES, read_steps
+from parallel.errors import UsageError
+
+SUMMARY = "summary.json"
+
+# What may differ between the parts of one run: where and how it is computed, how long, how often it is looked at.
+# None: the whole section.
+_FREE: dict[str, set[str] | None] = {
+    "run": {"dir", "steps", "processes", "threads"},
+    "parallel": None,
+    "checkpoint": {"every", "keep"},
+    "eval": None,
+    "tracking": None,
+    "rollout": {"max_batch"},
+    "algorithm": {"microbatch_tokens"},
+    "model": {"recompute", "logprob_chunk"},
+}
+# Of those, what even a finished run may be called with again, only to show what it found
+_IRRELEVANT: dict[str, set[str] | None] = {"run": {"dir"}, "checkpoint": {"every", "keep"}, "tracking": None}
+
+
+def make_room(config: RunConfig, resumable: bool) -> str | None:
+    """Call on the main rank before anything is written. Moves an earlier run of that name aside unless this one goes on in it.
+
+    A run goes on where its settings are the same but for those that change no result (and the number of steps). Returns a
+    line to show, if something was moved. Raises UsageError where the directory cannot be read.
+    """
+    directory = config.directory
+    newest = checkpoint.newest(directory / "checkpoints")
+    if newest is None:
+        return None
+    was, now = _settings(directory), yaml_text.parse(dump(config), "config")
+    finished = int(newest.name.removeprefix("step_")) >= config.run.steps
+    if resumable and _without(was, _IRRELEVANT if finished else _FREE) == _without(now, _IRRELEVANT if finished else _FREE):
+        return None
+    aside = next(p for n in range(1, 10**6) if not (p := directory.with_name(f"{directory.name}.{n}")).exists())
+    directory.rename(aside)
+    return f"note: {directory} held another run; it is now {aside}"
+
+
+def _settings(directory: Path) -> Any:
+    path = directory / "config.yaml"
+    try:
+        return yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; {directory} holds checkpoints but no settings: choose another run.name") from error
+
+
+def _without(settings: dict[str, Any], free: dict[str, set[str] | None]) -> dict[str, Any]:
+    """`settings` without what may differ."""
+    return {
+        section: {key: value for key, value in keys.items() if key not in (free.get(section) or ())}
+        for section, keys in settings.items()
+        if not (section in free and free[section] is None)
+    }
+
+
+def write_summary(directory: Path, after: dict[str, float]) -> None:
+    """The evaluation after the last step. Not in metrics.jsonl, where a run continued later would differ by it."""
+    (directory / SUMMARY).write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
+
+
+def read_summary(directory: Path) -> dict[str, float]:
+    path = directory / SUMMARY
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The steps of a run."""
+    return read_steps(directory / FILES["train"])

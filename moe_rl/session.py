@@ -1,0 +1,79 @@
+"""Everything a command works with on one rank: process groups, model, task, tokenizer, engine, and the run's directory."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from models import build
+from models.model import MoEModel
+from moe_rl import config as configuration
+from moe_rl import rundir
+from moe_rl.config import RunConfig
+from moe_rl.rollouts.embedded import EmbeddedEngine
+from moe_rl.rollouts.engine import Engine
+from moe_rl.tasks import Task, Tokenizer, build_task, build_tokenizer
+from moe_rl.tracking import Phase, Tracker
+from moe_rl.types import Sampling
+from parallel import runtime
+from parallel.groups import Groups, process_groups
+from parallel.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Session:
+    """tracker: on the main rank only."""
+
+    config: RunConfig
+    runtime: Runtime
+    groups: Groups
+    model: MoEModel
+    task: Task
+    tokenizer: Tokenizer
+    engine: Engine
+    tracker: Tracker | None
+
+    def say(self, text: str) -> None:
+        if self.tracker is not None:
+            self.tracker.print(text)
+
+    def log(self, step: int, metrics: Mapping[str, float], phase: Phase) -> None:
+        if self.tracker is not None:
+            self.tracker.log(step, metrics, phase)
+
+    def sampling(self, temperature: float) -> Sampling:
+        """As rollouts are sampled; evaluation has another temperature."""
+        rollout = self.config.rollout
+        stops = frozenset([self.tokenizer.eos_id, *rollout.stop_token_ids])
+        greedy = temperature == 0
+        return Sampling(
+            rollout.max_response_tokens, temperature, 1.0 if greedy else rollout.top_p, 0 if greedy else rollout.top_k, stops
+        )
+
+
+@contextlib.contextmanager
+def opened(
+    config: RunConfig, steps: Mapping[Phase, int], *, resumable: bool = False, only_reads: bool = False
+) -> Iterator[Session]:
+    """Starts this rank's part and ends it. steps: how many each phase will have, for the display.
+
+    resumable: goes on in the run's own directory. only_reads: leaves what is in it as it is.
+    """
+    run = config.run
+    with runtime.started(run.seed, run.threads, config.parallel.timeout_seconds) as here:
+        config.parallel.check_backend(here.backend, build.transformer_engine_is_present())
+        with contextlib.ExitStack() as stack:
+            groups = stack.enter_context(process_groups(config.parallel))
+            task, tokenizer = build_task(config.task), build_tokenizer(config.model.tokenizer)
+            model = MoEModel(config.model, groups, here.device, run.seed)
+            tracker = None
+            if here.is_main:
+                moved = None if only_reads else rundir.make_room(config, resumable)
+                resolved = None if only_reads else configuration.dump(config)
+                tracker = stack.enter_context(Tracker(config.tracking, config.directory, resolved, steps))
+                if moved:
+                    tracker.print(moved)
+            dist.barrier()  # nobody looks for checkpoints before
+            engine = EmbeddedEngine(model, config.rollout.max_batch)
+            yield Session(config, here, groups, model, task, tokenizer, engine, tracker)

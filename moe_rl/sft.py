@@ -1,0 +1,73 @@
+"""Supervised training on a task's own answers: a command of its own, and the warm start of RL."""
+
+from torch import Tensor
+
+from models.config import OptimizerConfig
+from models.model import Loss, Scores
+from models.optimizer import Optimizer
+from moe_rl import checkpoint
+from moe_rl.checkpoint import Progress
+from moe_rl.collectives import reduce_metrics
+from moe_rl.config import RunConfig
+from moe_rl.data import ProblemOrder
+from moe_rl.evaluation import evaluate_policy
+from moe_rl.metrics import Metrics
+from moe_rl.microbatches import Scored, cut
+from moe_rl.session import Session, opened
+from moe_rl.stopwatch import Stopwatch
+from moe_rl.types import Problem
+
+
+def supervise(session: Session) -> Optimizer:
+    """`sft.steps` steps of next-token loss on the answers, mean over tokens (collective). Returns the optimizer used."""
+    section = session.config.sft
+    settings = OptimizerConfig(lr=section.lr, warmup_updates=section.warmup_updates, weight_decay=section.weight_decay)  # pyright: ignore[reportCallIssue]
+    optimizer = session.model.optimizer(settings, section.steps)
+    order = ProblemOrder(session.task.train, session.config.run.seed, "sft")
+    for step in range(1, section.steps + 1):
+        watch = Stopwatch()
+        metrics = _step(session, optimizer, order.take((step - 1) * section.batch, section.batch))
+        session.log(step, metrics | watch.metrics(), "sft")
+    return optimizer
+
+
+def _step(session: Session, optimizer: Optimizer, problems: list[Problem]) -> dict[str, float]:
+    model, tokenizer = session.model, session.tokenizer
+    sequences = [
+        Scored(tokenizer.encode_prompt(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id]) for p in problems
+    ]
+    microbatches = cut(model, sequences, range(len(sequences)), session.config.algorithm.microbatch_tokens)
+    targets = sum(len(s.response_ids) for s in sequences)
+    optimizer.zero_grad()
+    losses = [_loss(targets)] * len(microbatches)
+    tokens = sum(s.entering for s in sequences)
+    results = model.accumulate_gradients([m.stream for m in microbatches], losses, tokens)
+    lr, norm = optimizer.lr, optimizer.step()
+    metrics = None
+    if results:
+        metrics = Metrics()
+        for result in results:
+            metrics.merge(result)
+    return reduce_metrics(metrics, session.groups) | {"optimizer/grad_norm": norm, "optimizer/lr": lr}
+
+
+def _loss(targets: int) -> Loss:
+    def loss(scores: Scores) -> tuple[Tensor, Metrics]:
+        negative = -scores.logprobs.sum()
+        metrics = Metrics()
+        metrics.add("sft/loss", negative.detach(), len(scores.logprobs))
+        return negative / targets, metrics
+
+    return loss
+
+
+def sft(config: RunConfig) -> None:
+    """The command `moe-rl sft`: from fresh weights or checkpoint.load to a checkpoint."""
+    with opened(config, {"sft": config.sft.steps}) as session:
+        if config.checkpoint.load is not None:
+            checkpoint.load_weights(checkpoint.find(config.checkpoint.load), session.model)
+        optimizer = supervise(session)
+        progress = Progress(step=config.sft.steps, position=0, policy_version=0, kl_coefficient=0.0)
+        path = checkpoint.save(config.directory / "checkpoints", progress, session.model, optimizer, config.checkpoint.keep)
+        metrics = evaluate_policy(session)
+        session.say(f"held-out pass@1 {metrics['eval/pass_at_1']:.3f}; checkpoint: {path}")

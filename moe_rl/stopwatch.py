@@ -1,0 +1,23 @@
+"""Seconds spent in the phases of a step."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Stopwatch:
+    """`with watch("rollout"): ...` adds to that phase's seconds."""
+
+    def __init__(self) -> None:
+        self._start, self.seconds = time.perf_counter(), dict[str, float]()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`time/PHASE_seconds`, and `time/step_seconds` since this watch was made."""
+        phases = {f"time/{phase}_seconds": seconds for phase, seconds in sorted(self.seconds.items())}
+        return phases | {"time/step_seconds": time.perf_counter() - self._start}

@@ -1,0 +1,187 @@
+"""The RL loop: rollout -> reward -> advantage -> old log-probabilities -> minibatch updates -> drift -> save -> log."""
+
+import torch
+
+from models.optimizer import Optimizer
+from moe_rl import checkpoint, rundir, summary
+from moe_rl.advantages import group_advantages
+from moe_rl.algorithms import KLTerm, clip_warning
+from moe_rl.algorithms.kl import next_coefficient
+from moe_rl.checkpoint import Progress
+from moe_rl.collectives import from_main, reduce_drift, reduce_metrics
+from moe_rl.config import RunConfig
+from moe_rl.data import ProblemOrder
+from moe_rl.drift.metrics import to_metrics
+from moe_rl.evaluation import evaluate_policy
+from moe_rl.metrics import Metrics
+from moe_rl.reference import Reference
+from moe_rl.rollouts.collect import Batch, collect, reward_metrics
+from moe_rl.session import Session, opened
+from moe_rl.sft import supervise
+from moe_rl.stopwatch import Stopwatch
+from moe_rl.update import Minibatch, PolicyUpdate, Updated
+
+
+def train(config: RunConfig) -> None:
+    """The command `moe-rl train`; continues from the newest complete checkpoint of the run, if there is one."""
+    steps = {"train": config.run.steps, "sft": config.sft.steps}
+    with opened(config, steps, resumable=True) as session:
+        Trainer(session).run()
+
+
+class Trainer:
+    """State of a run: the weights live in the session's model, everything else that a step changes in `progress`."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.config = session, session.config
+        self.update = PolicyUpdate(
+            session.model, self.config.algorithm, self.config.rollout.temperature, self.config.drift.enabled
+        )
+        self.order = ProblemOrder(session.task.train, self.config.run.seed, "train")
+        self.progress = Progress(0, 0, 0, kl_coefficient=self.config.algorithm.kl_coefficient)
+        self.reference: Reference | None = None
+        self.optimizer: Optimizer
+        self.checkpoints = self.config.directory / "checkpoints"
+
+    def run(self) -> None:
+        if warning := clip_warning(self.config.algorithm):
+            self.session.say(f"note: {warning}")
+        self.begin()
+        for step in range(self.progress.step + 1, self.config.run.steps + 1):
+            metrics = self.step(step)
+            if _due(self.config.eval.every, step):
+                metrics |= evaluate_policy(self.session)
+            # before the save: a run that dies in between drops this line when it goes on, rather than missing it
+            self.session.log(step, metrics, "train")
+            if _due(self.config.checkpoint.every, step) or step == self.config.run.steps:
+                self.save()
+        self.end()
+
+    def begin(self) -> None:
+        """Weights, optimizer and reference: as saved, or from checkpoint.load, or fresh with a warm start."""
+        session, config = self.session, self.config
+        found = checkpoint.newest(self.checkpoints)
+        if found is not None:
+            self._prepare_reference(saved=True)
+            self._make_optimizer()
+            self.progress = checkpoint.load(found, session.model, self.optimizer)
+            session.say(f"continuing after step {self.progress.step} from {found}")
+            if session.tracker is not None:
+                session.tracker.resume(self.progress.step)
+            return
+        if config.checkpoint.load is not None:
+            path = checkpoint.find(config.checkpoint.load)
+            checkpoint.load_weights(path, session.model)
+            session.say(f"weights from {path}")
+        elif config.sft.steps:
+            session.say(f"warm start: {config.sft.steps} supervised steps")
+            supervise(session)
+        self._prepare_reference(saved=False)
+        self._make_optimizer()
+        session.log(0, evaluate_policy(session), "train")
+        if config.sft.steps:
+            self.save()  # so that a warm start is made once
+
+    def _make_optimizer(self) -> None:
+        algorithm = self.config.algorithm
+        updates = self.config.run.steps * algorithm.minibatches * algorithm.epochs
+        self.optimizer = self.session.model.optimizer(self.config.optimizer, max(1, updates))
+
+    def _prepare_reference(self, saved: bool) -> None:
+        """The policy that RL starts from, frozen; kept beside the checkpoints so that a continued run has the same."""
+        if not self.config.algorithm.kl_coefficient:
+            return
+        path = self.checkpoints / "reference"
+        if saved:
+            checkpoint.load_weights(path, self.session.model)
+        else:
+            checkpoint.save_weights(path, self.session.model)
+        self.reference = Reference(self.session.model)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One rollout batch and its updates."""
+        watch = Stopwatch()
+        batch = self.rollout(step, watch)
+        advantages, metrics = self.advantages(batch)
+        minibatches = self.update.prepare(batch.rollouts, advantages, self.config.run.seed, step)
+        with watch("old_logprobs"):
+            self.update.score_old(minibatches)
+        if self.reference is not None:
+            with watch("reference"):
+                self.update.score_reference(minibatches, self.reference)
+        lr = self.optimizer.lr
+        with watch("update"):
+            updates = self.update_policy(minibatches)
+        metrics |= reward_metrics(batch) | self.update_metrics(updates) | {"optimizer/lr": lr}
+        self.progress = Progress(
+            step=step,
+            position=self.progress.position + self.config.rollout.prompts,
+            policy_version=self.progress.policy_version + len(updates),
+            kl_coefficient=self.next_kl_coefficient(metrics),
+        )
+        times = watch.metrics()
+        return metrics | times | {"time/rollout_tokens_per_second": batch.tokens / times["time/rollout_seconds"]}
+
+    def rollout(self, step: int, watch: Stopwatch) -> Batch:
+        section = self.config.rollout
+        return collect(
+            self.session,
+            self.order.take(self.progress.position, section.prompts),
+            section.responses,
+            self.session.sampling(section.temperature),
+            "train",
+            step,
+            self.progress.policy_version,
+            watch,
+        )
+
+    def advantages(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        rewards = torch.tensor([r.reward for r in batch.rollouts], dtype=torch.float32)
+        group = torch.arange(len(rewards)) // self.config.rollout.responses
+        advantages, metrics = group_advantages(rewards, group, std=self.config.algorithm.advantage_std)
+        return advantages, metrics.means()
+
+    def update_policy(self, minibatches: list[Minibatch]) -> list[Updated]:
+        section = self.config.algorithm
+        kl = KLTerm(section.kl_estimator, self.progress.kl_coefficient) if self.reference is not None else None
+        return [
+            self.update.step(minibatch, self.optimizer, kl) for _ in range(section.epochs) for minibatch in minibatches
+        ]
+
+    def update_metrics(self, updates: list[Updated]) -> dict[str, float]:
+        """Sums of all updates reduced over ranks, then divided."""
+        merged = None
+        for update in updates:
+            if update.metrics is not None:
+                merged = merged or Metrics()
+                merged.merge(update.metrics)
+        metrics = reduce_metrics(merged, self.session.groups)
+        norms = [update.grad_norm for update in updates]
+        metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/grad_norm_max": max(norms)}
+        if self.reference is not None:
+            metrics["kl/coefficient"] = self.progress.kl_coefficient
+        drift = reduce_drift([update.drift for update in updates if update.drift is not None])
+        return metrics | to_metrics(drift, self.config.model.moe_layers)
+
+    def next_kl_coefficient(self, metrics: dict[str, float]) -> float:
+        section, now = self.config.algorithm, self.progress.kl_coefficient
+        if self.reference is None or section.kl_target is None:
+            return now
+        return next_coefficient(now, metrics["kl/ref"], section.kl_target, section.kl_horizon, self.config.rollout.batch)
+
+    def save(self) -> None:
+        checkpoint.save(self.checkpoints, self.progress, self.session.model, self.optimizer, self.config.checkpoint.keep)
+
+    def end(self) -> None:
+        """Evaluates what came out, unless that was done, and shows the table."""
+        directory, tracker = self.config.directory, self.session.tracker
+        after = from_main(rundir.read_summary(directory) if tracker is not None else None)
+        if after.get("step") != self.progress.step:
+            after = {"step": self.progress.step, **evaluate_policy(self.session)}
+        if tracker is not None:
+            rundir.write_summary(directory, after)
+            tracker.print(summary.plain([*rundir.read_metrics(directory), after], directory))
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
