@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import logging
-import warnings
 from typing import Any
 
 import torch
@@ -115,21 +113,18 @@ def _build_chunk(model: ModelConfig, groups: Groups, config: Any, chunk: int) ->
     block: Any = TransformerBlockSubmodules(
         layer_specs=[specs[i in model.moe_layers] for i in range(first, first + count)], layer_norm=norm
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # its deprecation notice
-        module: Any = GPTModel(
-            config,
-            block,
-            vocab_size=model.padded_vocab_size,
-            max_sequence_length=model.max_positions,
-            pre_process=groups.is_first_chunk(chunk),
-            post_process=groups.is_last_chunk(chunk),
-            position_embedding_type="rope",
-            rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]
-            share_embeddings_and_output_weights=model.tie_embeddings,
-            vp_stage=chunk if groups.parallel.virtual_pipeline > 1 else None,
-        )
+    module: Any = GPTModel(
+        config,
+        block,
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_positions,
+        pre_process=groups.is_first_chunk(chunk),
+        post_process=groups.is_last_chunk(chunk),
+        position_embedding_type="rope",
+        rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        vp_stage=chunk if groups.parallel.virtual_pipeline > 1 else None,
+    )
     module.rotary_pos_emb.__class__ = TokenRotary
     if torch.cuda.is_available():
         module.cuda()

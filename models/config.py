@@ -111,7 +111,7 @@ class OptimizerConfig(BaseModel):
 PRESETS: dict[str, dict[str, Any]] = {
     # 1.0M parameters: learns two-digit addition on a laptop in minutes
     "tiny_moe": dict(
-        layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, moe_ffn=128, experts=8, topk=2, max_positions=128
+        layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, moe_ffn=128, experts=8, topk=2, max_positions=128, init_std=0.1
     ),
     # 12M and 104M parameters: the same shape, grown
     "small_moe": dict(

@@ -4,6 +4,7 @@ A checkpoint is a directory step_NNNNNN. It is written beside its place and rena
 that name is complete.
 """
 
+import queue
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -102,7 +103,10 @@ def _random_state() -> Any:
 def _write(target: Path, state: dict[str, Any]) -> None:
     """Beside its place, then renamed; what is there under that name is replaced."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # Megatron 0.19 asks a process of its own for a queue, also where, as here, threads of this one do the writing
+    filesystem_async._results_queue = queue.Queue()
     part = target.with_name(f".{target.name}.part")
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
