@@ -13,7 +13,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    preset: str | None = Field(None, description="a name from PRESETS whose values the other keys override")
+    preset: str | None = Field(default=None, description="a name from PRESETS whose values the other keys override")
     layers: PositiveInt
     hidden: PositiveInt
     heads: PositiveInt
@@ -23,29 +23,31 @@ class ModelConfig(BaseModel):
     moe_ffn: PositiveInt = Field(description="width of one expert's MLP")
     experts: PositiveInt = Field(description="routed experts a MoE layer")
     topk: PositiveInt = Field(description="experts a token")
-    dense_layers: list[NonNegativeInt] = Field([], description="0-based layers with a dense MLP instead of experts")
-    shared_ffn: NonNegativeInt = Field(0, description="width of the shared expert, 0: none")
-    vocab_size: PositiveInt = Field(259, description="259: the built-in byte tokenizer")
-    max_positions: PositiveInt = Field(512, description="longest prompt + response, in tokens")
+    dense_layers: list[NonNegativeInt] = Field(default=[], description="0-based layers with a dense MLP instead of experts")
+    shared_ffn: NonNegativeInt = Field(default=0, description="width of the shared expert, 0: none")
+    vocab_size: PositiveInt = Field(default=259, description="259: the built-in byte tokenizer")
+    max_positions: PositiveInt = Field(default=512, description="longest prompt + response, in tokens")
     rope_base: PositiveFloat = 10000.0
     norm_epsilon: PositiveFloat = 1e-6
     qk_norm: bool = True
     tie_embeddings: bool = False
     init_std: PositiveFloat = 0.02
-    tokenizer: str | None = Field(None, description="directory with a Hugging Face tokenizer; none: bytes")
+    tokenizer: str | None = Field(default=None, description="directory with a Hugging Face tokenizer; none: bytes")
 
     router_score: Literal["softmax", "sigmoid"] = "softmax"
-    router_pre_softmax: bool = Field(False, description="softmax over all experts before top-k, instead of over the top-k")
-    router_scale: PositiveFloat | None = Field(None, description="factor on the gates")
+    router_pre_softmax: bool = Field(
+        default=False, description="softmax over all experts before top-k, instead of over the top-k"
+    )
+    router_scale: PositiveFloat | None = Field(default=None, description="factor on the gates")
     router_groups: PositiveInt | None = None
     router_group_topk: PositiveInt | None = None
     load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "expert_bias"] = "none"
     aux_loss_coefficient: NonNegativeFloat = 1e-3
-    expert_bias_rate: NonNegativeFloat = Field(1e-3, description="step of the expert bias an update")
+    expert_bias_rate: NonNegativeFloat = Field(default=1e-3, description="step of the expert bias an update")
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "full"] = "none"
-    logprob_chunk: PositiveInt = Field(2048, description="tokens whose full-vocabulary logits exist at once")
+    logprob_chunk: PositiveInt = Field(default=2048, description="tokens whose full-vocabulary logits exist at once")
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:
@@ -98,20 +100,30 @@ class OptimizerConfig(BaseModel):
 
     lr: NonNegativeFloat = 1e-6
     min_lr: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up")
-    warmup_updates: NonNegativeInt = Field(0, description="optimizer updates of linear warm-up")
-    decay_updates: PositiveInt | None = Field(None, description="updates until min_lr; none: the whole run")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="decay after the warm-up")
+    warmup_updates: NonNegativeInt = Field(default=0, description="optimizer updates of linear warm-up")
+    decay_updates: PositiveInt | None = Field(default=None, description="updates until min_lr; none: the whole run")
     weight_decay: NonNegativeFloat = 0.0
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
     epsilon: PositiveFloat = 1e-8
-    grad_clip: NonNegativeFloat = Field(1.0, description="0: off")
+    grad_clip: NonNegativeFloat = Field(default=1.0, description="0: off")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     # 1.0M parameters: learns two-digit addition on a laptop in minutes
     "tiny_moe": dict(
-        layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, moe_ffn=128, experts=8, topk=2, max_positions=128, init_std=0.1
+        layers=4,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        ffn=256,
+        moe_ffn=128,
+        experts=8,
+        topk=2,
+        max_positions=128,
+        init_std=0.1,
     ),
     # 12M and 104M parameters: the same shape, grown
     "small_moe": dict(

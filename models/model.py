@@ -50,7 +50,8 @@ class MoEModel:
         initialise(self.bare, config, groups, seed)
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.chunks = [
-            DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.bare)
+            DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.bare)
         ]
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
         self.taps = install_taps(self.bare)
@@ -125,7 +126,9 @@ class MoEModel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tensor.group)
         return hidden[stream.score_at, 0]
 
-    def _score_hidden(self, *, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Stream, **_: Any) -> Scores:
+    def _score_hidden(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Stream, **_: Any
+    ) -> Scores:
         weight = output_weight if output_weight is not None else output_layer.weight
         assert context.targets is not None
         return Scores(
@@ -174,9 +177,7 @@ class MoEModel:
         size = stream.size // groups.tensor.size
         for number, chunk in enumerate(self.bare):
             if not groups.is_first_chunk(number):
-                hidden = torch.empty(
-                    size, 1, self.config.hidden, dtype=self.megatron_config.params_dtype, device=self.device
-                )
+                hidden = torch.empty(size, 1, self.config.hidden, dtype=self.megatron_config.params_dtype, device=self.device)
                 dist.recv(hidden, groups.previous_stage)
                 chunk.set_input_tensor(hidden)
             output = self._forward(chunk, stream)

@@ -7,7 +7,6 @@ import torch
 from models.config import OptimizerConfig
 from parallel.cpu import tensors_answer_as_cuda
 
-
 # how the state is laid out in a checkpoint
 _LAYOUT_FREE = {"distrib_optim_sharding_type": "fully_reshardable"}
 

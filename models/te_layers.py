@@ -21,7 +21,7 @@ from models.torch_layers import attend
 class StreamTEAttention(TEDotProductAttention):  # pyright: ignore[reportGeneralTypeIssues]
     """Transformer Engine's attention over the stream as THD; torch's while a cache is in use (generation)."""
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Stream, **kwargs: Any
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, groups, d] -> [T, 1, heads * d]."""
@@ -36,9 +36,7 @@ def _as_thd(stream: Stream) -> PackedSeqParams:
     lengths = [*stream.lengths, *([stream.filler] if stream.filler else [])]
     ends = torch.tensor([0, *lengths], device=stream.tokens.device).cumsum(0).int()
     longest = max(lengths)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:

@@ -74,9 +74,7 @@ def attend(stream: Stream, layer: int, query: Tensor, key: Tensor, value: Tensor
         q, k, v = (t.view(rows, longest, *t.shape[1:]).transpose(1, 2) for t in (query, key, value))
     else:
         where = (stream.row, stream.position)
-        q, k, v = (
-            t.new_zeros(rows, longest, *t.shape[1:]).index_put(where, t).transpose(1, 2) for t in (query, key, value)
-        )
+        q, k, v = (t.new_zeros(rows, longest, *t.shape[1:]).index_put(where, t).transpose(1, 2) for t in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     out = out.transpose(1, 2)
     out = out.reshape(stream.size, -1, out.shape[-1]) if rows * longest == stream.size else out[stream.row, stream.position]

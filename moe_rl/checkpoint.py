@@ -44,7 +44,9 @@ def find(path: Path) -> Path:
     for directory in (path, path / "checkpoints"):
         if directory.is_dir() and (found := newest(directory)):
             return found
-    raise UsageError(f"checkpoint.load={path}: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it")
+    raise UsageError(
+        f"checkpoint.load={path}: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it"
+    )
 
 
 def save(directory: Path, progress: Progress, model: MoEModel, optimizer: Optimizer, keep: int) -> Path:
@@ -126,7 +128,7 @@ def _read(path: Path, wanted: dict[str, Any], model: MoEModel) -> dict[str, Any]
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
-        state = dist_checkpointing.load(wanted, str(path))
+        state: Any = dist_checkpointing.load(wanted, str(path))
     except (CheckpointingException, KeyError) as error:
         raise UsageError(
             f"checkpoint.load={path}: does not fit this model ({' '.join(str(error).split())[:300]}); "

@@ -14,7 +14,7 @@ from parallel.groups import Groups
 Item = TypeVar("Item")
 
 
-def from_model_main(value: Item | None, groups: Groups) -> Item:
+def from_model_main[Item](value: Item | None, groups: Groups) -> Item:
     """The value that the main rank of this model copy has, on all its ranks."""
     return _broadcast(value, dist.get_global_rank(groups.model.group, 0), groups)
 
@@ -27,7 +27,7 @@ def _broadcast(value: Any, source: int, groups: Groups) -> Any:
     return box[0]
 
 
-def from_main(value: Item | None) -> Item:
+def from_main[Item](value: Item | None) -> Item:
     """The value that rank 0 has, on all ranks."""
     box = [value]
     if dist.get_world_size() > 1:
@@ -35,7 +35,7 @@ def from_main(value: Item | None) -> Item:
     return box[0]  # pyright: ignore[reportReturnType]
 
 
-def gather_over_data(mine: Sequence[Item], groups: Groups) -> list[Item]:
+def gather_over_data[Item](mine: Sequence[Item], groups: Groups) -> list[Item]:
     """Every data-parallel rank's items, on all of them, rank by rank."""
     if groups.data.size == 1:
         return list(mine)

@@ -29,39 +29,41 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: str = Field("run", pattern=r"^[\w.-]+$", description="the run directory is run.dir/run.name")
+    name: str = Field(default="run", pattern=r"^[\w.-]+$", description="the run directory is run.dir/run.name")
     dir: Path = Path("runs")
     seed: NonNegativeInt = 0
-    steps: NonNegativeInt = Field(100, description="RL steps: one rollout batch each")
-    processes: PositiveInt | None = Field(None, description="local processes to start; none: the fewest the layout allows")
-    threads: PositiveInt = Field(1, description="CPU threads a process")
+    steps: NonNegativeInt = Field(default=100, description="RL steps: one rollout batch each")
+    processes: PositiveInt | None = Field(
+        default=None, description="local processes to start; none: the fewest the layout allows"
+    )
+    threads: PositiveInt = Field(default=1, description="CPU threads a process")
 
 
 class TaskSection(Section):
     name: str = Field(
-        "addition",
+        default="addition",
         description="addition | reasoning_gym:NAME | jsonl | MODULE:FUNCTION (a function that returns a Task)",
     )
-    options: dict[str, Any] = Field({}, description="the task's own parameters, such as digits: 2")
-    train_path: Path | None = Field(None, description="jsonl: file of {prompt, answer} lines")
-    eval_path: Path | None = Field(None, description="jsonl: held-out file; none: a share of train_path")
-    scorer: str = Field("exact", description="jsonl: exact | numeric | math_verify | MODULE:FUNCTION(response, answer)")
-    train_size: PositiveInt = Field(4096, description="problems a generator task makes for training")
-    eval_size: PositiveInt = Field(256, description="held-out problems")
-    on_reward_error: Literal["stop", "zero"] = Field("stop", description="when a reward raises or is not finite")
-    seed: NonNegativeInt = Field(0, description="of the problems and of the train / held-out split; not of the run")
+    options: dict[str, Any] = Field(default={}, description="the task's own parameters, such as digits: 2")
+    train_path: Path | None = Field(default=None, description="jsonl: file of {prompt, answer} lines")
+    eval_path: Path | None = Field(default=None, description="jsonl: held-out file; none: a share of train_path")
+    scorer: str = Field(default="exact", description="jsonl: exact | numeric | math_verify | MODULE:FUNCTION(response, answer)")
+    train_size: PositiveInt = Field(default=4096, description="problems a generator task makes for training")
+    eval_size: PositiveInt = Field(default=256, description="held-out problems")
+    on_reward_error: Literal["stop", "zero"] = Field(default="stop", description="when a reward raises or is not finite")
+    seed: NonNegativeInt = Field(default=0, description="of the problems and of the train / held-out split; not of the run")
 
 
 class RolloutSection(Section):
     engine: Literal["embedded"] = "embedded"
-    prompts: PositiveInt = Field(16, description="prompts a step")
-    responses: PositiveInt = Field(16, description="responses a prompt (G)")
+    prompts: PositiveInt = Field(default=16, description="prompts a step")
+    responses: PositiveInt = Field(default=16, description="responses a prompt (G)")
     max_response_tokens: PositiveInt = 16
     temperature: PositiveFloat = 1.0
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: NonNegativeInt = Field(0, description="0: off")
-    stop_token_ids: list[NonNegativeInt] = Field([], description="beside the tokenizer's end of sequence")
-    max_batch: PositiveInt = Field(1024, description="sequences that generate at once on one data-parallel rank")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: NonNegativeInt = Field(default=0, description="0: off")
+    stop_token_ids: list[NonNegativeInt] = Field(default=[], description="beside the tokenizer's end of sequence")
+    max_batch: PositiveInt = Field(default=1024, description="sequences that generate at once on one data-parallel rank")
 
     @property
     def batch(self) -> int:
@@ -71,16 +73,22 @@ class RolloutSection(Section):
 
 class AlgorithmSection(Section):
     name: Literal["grpo", "gspo"] = "gspo"
-    minibatches: PositiveInt = Field(4, description="updates a rollout batch is split into")
-    epochs: PositiveInt = Field(1, description="passes over a rollout batch")
-    clip_low: PositiveFloat | None = Field(None, lt=1, description="none: the algorithm's default (grpo 0.2, gspo 3e-4)")
-    clip_high: PositiveFloat | None = Field(None, description="none: the algorithm's default (grpo 0.27, gspo 4e-4)")
-    advantage_std: bool = Field(True, description="divide by the group's standard deviation (off: Dr. GRPO)")
-    kl_coefficient: NonNegativeFloat = Field(0.0, description="0: no reference model")
+    minibatches: PositiveInt = Field(default=4, description="updates a rollout batch is split into")
+    epochs: PositiveInt = Field(default=1, description="passes over a rollout batch")
+    clip_low: PositiveFloat | None = Field(
+        default=None, lt=1, description="none: the algorithm's default (grpo 0.2, gspo 3e-4)"
+    )
+    clip_high: PositiveFloat | None = Field(default=None, description="none: the algorithm's default (grpo 0.27, gspo 4e-4)")
+    advantage_std: bool = Field(default=True, description="divide by the group's standard deviation (off: Dr. GRPO)")
+    kl_coefficient: NonNegativeFloat = Field(default=0.0, description="0: no reference model")
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_target: PositiveFloat | None = Field(None, description="mean KL that an adaptive coefficient aims at; none: fixed")
-    kl_horizon: PositiveFloat = Field(10000.0, description="sequences over which the adaptive coefficient moves by its error")
-    microbatch_tokens: PositiveInt = Field(4096, description="tokens a microbatch holds at most")
+    kl_target: PositiveFloat | None = Field(
+        default=None, description="mean KL that an adaptive coefficient aims at; none: fixed"
+    )
+    kl_horizon: PositiveFloat = Field(
+        default=10000.0, description="sequences over which the adaptive coefficient moves by its error"
+    )
+    microbatch_tokens: PositiveInt = Field(default=4096, description="tokens a microbatch holds at most")
 
 
 class ReplaySection(Section):
@@ -88,30 +96,30 @@ class ReplaySection(Section):
 
 
 class DriftSection(Section):
-    enabled: bool = Field(True, description="routes of the old and the update passes, compared by layer and minibatch")
+    enabled: bool = Field(default=True, description="routes of the old and the update passes, compared by layer and minibatch")
 
 
 class SftSection(Section):
     """Supervised steps: all of `moe-rl sft`, and the warm start of `moe-rl train` when it starts from fresh weights."""
 
     steps: NonNegativeInt = 0
-    batch: PositiveInt = Field(64, description="examples a step")
+    batch: PositiveInt = Field(default=64, description="examples a step")
     lr: NonNegativeFloat = 1e-3
     warmup_updates: NonNegativeInt = 10
     weight_decay: NonNegativeFloat = 0.0
 
 
 class EvalSection(Section):
-    every: NonNegativeInt = Field(0, description="RL steps between held-out evaluations; 0: only before and after")
-    problems: PositiveInt = Field(256, description="held-out problems")
-    samples: PositiveInt = Field(1, description="responses a problem")
-    temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
+    every: NonNegativeInt = Field(default=0, description="RL steps between held-out evaluations; 0: only before and after")
+    problems: PositiveInt = Field(default=256, description="held-out problems")
+    samples: PositiveInt = Field(default=1, description="responses a problem")
+    temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
 
 
 class CheckpointSection(Section):
-    every: NonNegativeInt = Field(0, description="RL steps between checkpoints; 0: only at the end")
-    keep: PositiveInt = Field(2, description="newest complete checkpoints that stay")
-    load: Path | None = Field(None, description="a checkpoint, a run's checkpoints/ or a run: weights to start from")
+    every: NonNegativeInt = Field(default=0, description="RL steps between checkpoints; 0: only at the end")
+    keep: PositiveInt = Field(default=2, description="newest complete checkpoints that stay")
+    load: Path | None = Field(default=None, description="a checkpoint, a run's checkpoints/ or a run: weights to start from")
 
 
 class TrackingSection(Section):
@@ -123,19 +131,19 @@ class TrackingSection(Section):
 class RunConfig(Section):
     """A run. `moe_rl.config.load` builds it from a file and overrides."""
 
-    run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
+    run: RunSection = RunSection()
     model: ModelConfig
-    parallel: ParallelConfig = ParallelConfig()  # pyright: ignore[reportCallIssue]
-    task: TaskSection = TaskSection()  # pyright: ignore[reportCallIssue]
-    rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
-    algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
+    parallel: ParallelConfig = ParallelConfig()
+    task: TaskSection = TaskSection()
+    rollout: RolloutSection = RolloutSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
     replay: ReplaySection = ReplaySection()
-    drift: DriftSection = DriftSection()  # pyright: ignore[reportCallIssue]
-    optimizer: OptimizerConfig = OptimizerConfig()  # pyright: ignore[reportCallIssue]
-    sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
-    eval: EvalSection = EvalSection()  # pyright: ignore[reportCallIssue]
-    checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
-    tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
+    drift: DriftSection = DriftSection()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sft: SftSection = SftSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:

@@ -51,7 +51,9 @@ def _settings(directory: Path) -> Any:
     try:
         return yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; {directory} holds checkpoints but no settings: choose another run.name") from error
+        raise UsageError(
+            f"{path}: {error.strerror}; {directory} holds checkpoints but no settings: choose another run.name"
+        ) from error
 
 
 def _without(settings: dict[str, Any], free: dict[str, set[str] | None]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from moe_rl.types import Problem
 def supervise(session: Session) -> Optimizer:
     """`sft.steps` steps of next-token loss on the answers, mean over tokens (collective). Returns the optimizer used."""
     section = session.config.sft
-    settings = OptimizerConfig(lr=section.lr, warmup_updates=section.warmup_updates, weight_decay=section.weight_decay)  # pyright: ignore[reportCallIssue]
+    settings = OptimizerConfig(lr=section.lr, warmup_updates=section.warmup_updates, weight_decay=section.weight_decay)
     optimizer = session.model.optimizer(settings, section.steps)
     order = ProblemOrder(session.task.train, session.config.run.seed, "sft")
     for step in range(1, section.steps + 1):
@@ -33,9 +33,7 @@ def supervise(session: Session) -> Optimizer:
 
 def _step(session: Session, optimizer: Optimizer, problems: list[Problem]) -> dict[str, float]:
     model, tokenizer = session.model, session.tokenizer
-    sequences = [
-        Scored(tokenizer.encode_prompt(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id]) for p in problems
-    ]
+    sequences = [Scored(tokenizer.encode_prompt(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id]) for p in problems]
     microbatches = cut(model, sequences, range(len(sequences)), session.config.algorithm.microbatch_tokens)
     targets = sum(len(s.response_ids) for s in sequences)
     optimizer.zero_grad()

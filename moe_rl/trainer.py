@@ -19,12 +19,13 @@ from moe_rl.rollouts.collect import Batch, collect, reward_metrics
 from moe_rl.session import Session, opened
 from moe_rl.sft import supervise
 from moe_rl.stopwatch import Stopwatch
+from moe_rl.tracking import Phase
 from moe_rl.update import Minibatch, PolicyUpdate, Updated
 
 
 def train(config: RunConfig) -> None:
     """The command `moe-rl train`; continues from the newest complete checkpoint of the run, if there is one."""
-    steps = {"train": config.run.steps, "sft": config.sft.steps}
+    steps: dict[Phase, int] = {"train": config.run.steps, "sft": config.sft.steps}
     with opened(config, steps, resumable=True) as session:
         Trainer(session).run()
 
@@ -144,9 +145,7 @@ class Trainer:
     def update_policy(self, minibatches: list[Minibatch]) -> list[Updated]:
         section = self.config.algorithm
         kl = KLTerm(section.kl_estimator, self.progress.kl_coefficient) if self.reference is not None else None
-        return [
-            self.update.step(minibatch, self.optimizer, kl) for _ in range(section.epochs) for minibatch in minibatches
-        ]
+        return [self.update.step(minibatch, self.optimizer, kl) for _ in range(section.epochs) for minibatch in minibatches]
 
     def update_metrics(self, updates: list[Updated]) -> dict[str, float]:
         """Sums of all updates reduced over ranks, then divided."""

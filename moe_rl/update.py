@@ -150,8 +150,6 @@ class PolicyUpdate:
             mask = torch.zeros(stream.size, dtype=torch.bool, device=model.device)
             mask[stream.score_at] = True
             here = mask.chunk(tensor.size)[tensor.rank]
-            measured = DriftSums.measure(
-                old.stacked(model.moe_layers), stream.routes.stacked(model.moe_layers), here, experts
-            )
+            measured = DriftSums.measure(old.stacked(model.moe_layers), stream.routes.stacked(model.moe_layers), here, experts)
             total = total + measured.placed(places, len(layers))
         return total

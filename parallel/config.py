@@ -15,12 +15,12 @@ class ParallelConfig(BaseModel):
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
-    virtual_pipeline: PositiveInt = Field(1, description="model chunks a pipeline stage")
+    virtual_pipeline: PositiveInt = Field(default=1, description="model chunks a pipeline stage")
     expert: PositiveInt = 1
     expert_tensor: PositiveInt = 1
-    context: PositiveInt = Field(1, description="needs Transformer Engine's attention")
+    context: PositiveInt = Field(default=1, description="needs Transformer Engine's attention")
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    timeout_seconds: float = Field(600.0, gt=0, description="a collective that takes longer ends the run")
+    timeout_seconds: float = Field(default=600.0, gt=0, description="a collective that takes longer ends the run")
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

@@ -71,7 +71,7 @@ class Groups:
 
 @contextlib.contextmanager
 def process_groups(parallel: ParallelConfig) -> Iterator[Groups]:
-    """The groups over the whole world, for the duration of the block (collective). Raises UsageError when they don't tile it."""
+    """The groups over the whole world, while the block runs (collective). Raises UsageError when they do not tile it."""
     let_megatron_run_without_cuda()
     from megatron.core import parallel_state as state
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -56,7 +56,8 @@ def started(seed: int, threads: int, timeout_seconds: float, rendezvous: Path | 
     _seed(seed)
     timeout = timedelta(seconds=timeout_seconds)
     if world.size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         # file://: a meeting place for tests that needs no port
         method = "env://" if rendezvous is None else rendezvous.absolute().as_uri()

@@ -49,7 +49,14 @@ def collect(
         here = [
             (
                 Rollout(
-                    i, problems[i // responses], prompts[i // responses], response, text, score.value, dict(score.parts), policy_version
+                    i,
+                    problems[i // responses],
+                    prompts[i // responses],
+                    response,
+                    text,
+                    score.value,
+                    dict(score.parts),
+                    policy_version,
                 ),
                 score,
             )

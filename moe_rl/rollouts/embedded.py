@@ -95,8 +95,15 @@ class _Generation:
         row, position = row + [len(feed)] * filler, position + list(range(filler))
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
         device = self.model.device
-        ints = [torch.tensor(values, dtype=torch.int64).to(device) for values in (tokens, row, position)]
-        return Stream(*ints, lengths, filler, ends.to(device), cache=self.cache)
+        return Stream(
+            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+            row=torch.tensor(row, dtype=torch.int64, device=device),
+            position=torch.tensor(position, dtype=torch.int64, device=device),
+            lengths=lengths,
+            filler=filler,
+            score_at=ends.to(device),
+            cache=self.cache,
+        )
 
     def _sample(self, logits: Tensor | None) -> None:
         drawn = torch.zeros(2, len(self.live), dtype=torch.float64, device=self.model.device)

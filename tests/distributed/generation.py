@@ -9,7 +9,7 @@ from moe_rl.rollouts.embedded import EmbeddedEngine
 from moe_rl.rollouts.engine import Request, sample_seed
 from moe_rl.types import Response, Sampling
 from parallel.runtime import Runtime
-from tests.distributed.passes import Case, built, streams_here, _routes
+from tests.distributed.passes import Case, _routes, built, streams_here
 
 
 def generated(runtime: Runtime, cases: list[tuple[Case, Sampling]]) -> list[dict[str, Any]]:
@@ -19,9 +19,7 @@ def generated(runtime: Runtime, cases: list[tuple[Case, Sampling]]) -> list[dict
 def _generate(runtime: Runtime, case: Case, sampling: Sampling, count: int = 11) -> dict[str, Any]:
     with built(case, runtime) as model:
         generator = torch.Generator().manual_seed(case.seed)
-        prompts = [
-            torch.randint(0, case.config.vocab_size, (1 + i % 5,), generator=generator).tolist() for i in range(count)
-        ]
+        prompts = [torch.randint(0, case.config.vocab_size, (1 + i % 5,), generator=generator).tolist() for i in range(count)]
         mine = list(range(count))[model.groups.data.rank :: model.groups.data.size]
         if model.groups.data.rank == 1:
             mine = mine[:2]  # ends early, while the others go on

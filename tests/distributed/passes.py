@@ -21,12 +21,13 @@ from parallel.runtime import Runtime
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, a model and a microbatch budget."""
+    """A layout, a model and a microbatch budget. shares: as how many data-parallel ranks one cuts its microbatches."""
 
     layout: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     budget: int = 10_000
     seed: int = 0
+    shares: int = 1
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -54,11 +55,16 @@ def built(case: Case, runtime: Runtime) -> Iterator[MoEModel]:
         yield MoEModel(case.config, groups, runtime.device, case.seed)
 
 
-def streams_here(model: MoEModel, sequences: list[list[int]], prompts: list[int], budget: int) -> tuple[list[Stream], list[list[int]]]:
-    """This data-parallel rank's share as filled-up streams, and which sequences each holds."""
-    groups = model.groups
-    mine = assign_to_ranks([len(s) - 1 for s in sequences], groups.data.size)[groups.data.rank]
-    packs = [[mine[i] for i in part] for part in pack([len(sequences[i]) - 1 for i in mine], budget)]
+def streams_here(
+    model: MoEModel, sequences: list[list[int]], prompts: list[int], budget: int, shares: int = 1
+) -> tuple[list[Stream], list[list[int]]]:
+    """This data-parallel rank's share (or all shares, each by itself) as filled-up streams, and which sequences each holds."""
+    data = model.groups.data
+    packs = [
+        [mine[i] for i in part]
+        for mine in assign_to_ranks([len(s) - 1 for s in sequences], data.size * shares)[data.rank :: data.size]
+        for part in pack([len(sequences[i]) - 1 for i in mine], budget)
+    ]
     packs += [[] for _ in range(model.microbatch_count(len(packs)) - len(packs))]
     sizes = model.stream_sizes([sum(len(sequences[i]) - 1 for i in part) for part in packs])
     streams = [
@@ -72,7 +78,8 @@ def one_pass(runtime: Runtime, case: Case) -> dict[str, Any]:
     """Scores, routes, loss, gradient norm, every gradient and the weights after one update; by global names."""
     with built(case, runtime) as model:
         sequences, prompts, weights = sample_batch(case.config, case.seed)
-        streams, packs = streams_here(model, sequences, prompts, case.budget)
+        streams, packs = streams_here(model, sequences, prompts, case.budget, case.shares)
+        initial = gather_global(model, {})
         scores = model.score(streams)
         logprobs = {
             i: part
@@ -80,7 +87,8 @@ def one_pass(runtime: Runtime, case: Case) -> dict[str, Any]:
             for i, part in zip(members, scored.logprobs.split([len(sequences[i]) - prompts[i] for i in members]), strict=True)
         }
         routes = _routes(model, streams, packs)
-        optimizer = model.optimizer(OptimizerConfig(lr=1e-3, grad_clip=1.0), total_updates=10)
+        # a large epsilon: the first step of Adam is the sign of a gradient, and next to 0 that is noise
+        optimizer = model.optimizer(OptimizerConfig(lr=1e-3, grad_clip=1.0, epsilon=__import__("os").environ.get("EPS") and float(__import__("os").environ["EPS"]) or 1e-5), total_updates=10)
         optimizer.zero_grad()
         tokens = sum(len(s) - 1 for s in sequences)
         losses = [_weighted_loss(part, sequences, prompts, weights) for part in packs]
@@ -90,9 +98,17 @@ def one_pass(runtime: Runtime, case: Case) -> dict[str, Any]:
         gradients = gather_global(model, _gradients(model))
         norm = optimizer.step()
         after = gather_global(model, {})
-        return merge([
-            {"logprobs": logprobs, "routes": routes, "loss": loss.item(), "norm": norm, "gradients": gradients, "after": after}
-        ])
+        return merge(
+            {
+                "logprobs": logprobs,
+                "routes": routes,
+                "loss": loss.item(),
+                "norm": norm,
+                "initial": initial,
+                "gradients": gradients,
+                "after": after,
+            }
+        )
 
 
 def _weighted_loss(members: list[int], sequences: list[list[int]], prompts: list[int], weights: list[float]) -> Any:
@@ -132,8 +148,8 @@ def _gradients(model: MoEModel) -> dict[int, Tensor]:
     return {p.data_ptr(): p.main_grad for chunk in model.bare for p in chunk.parameters()}
 
 
-def gather_global(model: MoEModel, instead: dict[int, Tensor]) -> dict[str, tuple[Any, Any, Tensor]]:
-    """Name -> [(offset, shape, values)] of this rank's shards; `instead` replaces parameters by other tensors."""
+def gather_global(model: MoEModel, instead: dict[int, Tensor]) -> dict[tuple[str, Any], tuple[Any, Any]]:
+    """(name, offset) -> (whole shape, values) of this rank's shards; `instead` replaces parameters by other tensors."""
     saved = {}
     for chunk in model.bare:
         for p in chunk.parameters():
@@ -142,35 +158,36 @@ def gather_global(model: MoEModel, instead: dict[int, Tensor]) -> dict[str, tupl
     with torch.no_grad():
         for p, (_, other) in saved.items():
             p.data.copy_(other)
-        out = {
-            (s.key, s.global_offset): (s.global_shape, s.data.detach().clone())
+        out = {  # numpy: it pickles fast; a copy in float32, which holds bfloat16 exactly
+            (s.key, s.global_offset): (s.global_shape, s.data.detach().to(torch.float32, copy=True).numpy())
             for s in global_shards(model.bare, model.groups)
         }
         for p, (own, _) in saved.items():
             p.data.copy_(own)
-    return out  # pyright: ignore[reportReturnType]
+    return out
 
 
-def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks' pieces (collective): log-probabilities by sequence, whole routes, whole tensors by name."""
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, parts[0])
-    whole: dict[str, Any] = {"loss": parts[0]["loss"], "norm": parts[0]["norm"], "logprobs": {}, "routes": {}}
+def merge(mine: dict[str, Any]) -> dict[str, Any]:
+    """All ranks' pieces on rank 0 (collective): log-probabilities by sequence, whole routes, whole tensors by name."""
+    everything: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everything)
+    if everything is None:
+        return {}
+    whole: dict[str, Any] = {"loss": mine["loss"], "norm": mine["norm"], "logprobs": {}, "routes": {}}
     for piece in everything:
         whole["logprobs"].update(piece["logprobs"])
         for key, rows in piece["routes"].items():
             whole["routes"][key] = torch.maximum(whole["routes"].get(key, rows), rows)
-    for name in ("gradients", "after"):
+    for name in ("initial", "gradients", "after"):
         tensors: dict[str, Tensor] = {}
         for piece in everything:
             for (key, offset), (shape, values) in piece[name].items():
                 target = tensors.setdefault(key, torch.full(shape, float("nan")))
                 where = tuple(slice(a, a + n) for a, n in zip(offset, values.shape, strict=True))
-                target[where] = values
+                target[where] = torch.from_numpy(values)
         whole[name] = tensors
     return whole
 
 
 def passes(runtime: Runtime, cases: list[Case]) -> list[dict[str, Any]]:
     return [one_pass(runtime, case) for case in cases]
-

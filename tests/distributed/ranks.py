@@ -1,5 +1,6 @@
 """Runs a function on several gloo ranks: real processes, a file as meeting place, an error of any rank is the test's."""
 
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+# What every rank needs is imported once, by the server that the ranks are forked from: it takes seconds and computes nothing.
+multiprocessing.set_forkserver_preload(["tests.distributed.imported"])
+
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What `function(runtime, *args)` returned on each rank. The function must be importable by name."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_enter, (function, world_size, folder, args), nprocs=world_size, start_method="spawn")
+        mp.start_processes(_enter, (function, world_size, folder, args), nprocs=world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
@@ -22,6 +26,7 @@ def _enter(rank: int, function: Callable[..., Any], world_size: int, folder: str
     from parallel.runtime import started
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    os.environ["MASTER_ADDR"] = "localhost"  # asked for, though the ranks meet at a file
     try:
         with started(seed=0, threads=1, timeout_seconds=120, rendezvous=Path(folder) / "meet") as runtime:
             torch.save(function(runtime, *args), Path(folder) / f"{rank}.pt")

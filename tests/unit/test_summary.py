@@ -14,7 +14,11 @@ def lines(steps: int, layers: int = 2, minibatches: int = 2) -> list[dict[str, f
     """Step s has reward s / 10 and change rates layer + minibatch / 10 + s / 1000; pass@1 at the first and the last step."""
     found: list[dict[str, float | None]] = []
     for step in range(1, steps + 1):
-        line: dict[str, float | None] = {"step": step, "reward/mean": step / 10, "time/rollout_tokens_per_second": 1000.0 * step}
+        line: dict[str, float | None] = {
+            "step": step,
+            "reward/mean": step / 10,
+            "time/rollout_tokens_per_second": 1000.0 * step,
+        }
         if step in (1, steps):
             line["eval/pass_at_1"] = 0.25 if step == 1 else 0.75
         for layer in range(layers):
