@@ -126,6 +126,7 @@ class TrackingSection(Section):
     wandb: bool = False
     wandb_project: str = "moe-rl"
     tensorboard: bool = False
+    rollouts_every: NonNegativeInt = Field(default=10, description="steps between files of sampled responses; 0: none")
 
 
 class RunConfig(Section):

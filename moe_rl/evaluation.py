@@ -20,9 +20,7 @@ def evaluate_policy(session: Session) -> dict[str, float]:
     """`eval/...` of the present weights (collective). The problems and the seeds are the same at every call."""
     section, watch = session.config.eval, Stopwatch()
     problems = session.task.heldout[: section.problems]
-    batch = collect(
-        session, problems, section.samples, session.sampling(section.temperature), "eval", 0, policy_version=0, watch=watch
-    )
+    batch = collect(session, problems, section.samples, session.sampling(section.temperature), "eval", 0, watch)
     correct = [
         sum(score.correct for score in batch.scores[i : i + section.samples])
         for i in range(0, len(batch.scores), section.samples)

@@ -1,12 +1,14 @@
 """Whose directory a run may take: its own, to go on in; another run's is moved aside first, never written over."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_rl import checkpoint, yaml_text
 from moe_rl.config import RunConfig, dump
 from moe_rl.tracking import FILES, read_steps
+from moe_rl.types import Rollout
 from parallel.errors import UsageError
 
 SUMMARY = "summary.json"
@@ -73,6 +75,31 @@ def write_summary(directory: Path, after: dict[str, float]) -> None:
 def read_summary(directory: Path) -> dict[str, float]:
     path = directory / SUMMARY
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write_rollouts(directory: Path, step: int, rollouts: Sequence[Rollout]) -> None:
+    """rollouts/step_NNNNNN.jsonl: what was asked, answered and rewarded, one response a line."""
+    path = directory / "rollouts" / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    lines = [
+        {
+            "index": r.index,
+            "problem": r.problem.id,
+            "prompt": r.problem.prompt,
+            "answer": r.problem.answer,
+            "response": r.text,
+            "reward": r.reward,
+            "parts": r.parts,
+            "finish_reason": r.response.finish_reason,
+            "tokens": len(r.response.token_ids),
+        }
+        for r in rollouts
+    ]
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8", errors="backslashreplace"
+    )
+    part.replace(path)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

@@ -103,6 +103,8 @@ class Trainer:
         """One rollout batch and its updates."""
         watch = Stopwatch()
         batch = self.rollout(step, watch)
+        if self.session.tracker is not None and _due(self.config.tracking.rollouts_every, step):
+            rundir.write_rollouts(self.config.directory, step, batch.rollouts)
         advantages, metrics = self.advantages(batch)
         minibatches = self.update.prepare(batch.rollouts, advantages, self.config.run.seed, step)
         with watch("old_logprobs"):
@@ -132,7 +134,6 @@ class Trainer:
             self.session.sampling(section.temperature),
             "train",
             step,
-            self.progress.policy_version,
             watch,
         )
 

@@ -57,4 +57,3 @@ class Rollout:
     text: str
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    policy_version: int = 0

@@ -1,7 +1,7 @@
 """Prompts -> responses -> rewards: one rollout batch, the same on every rank in the end, whatever the layout."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_rl.collectives import from_model_main, gather_over_data
 from moe_rl.rollouts.engine import Request, sample_seed
@@ -27,7 +27,6 @@ def collect(
     sampling: Sampling,
     purpose: str,
     step: int,
-    policy_version: int,
     watch: Stopwatch,
 ) -> Batch:
     """Samples `responses` responses to each problem and scores them (collective). `purpose` and `step` seed the samples."""
@@ -43,28 +42,18 @@ def collect(
         scores = None
         if groups.is_model_main:  # once a model copy: a user's reward may be costly, or not repeat itself
             on_error = session.config.task.on_reward_error
-            pairs = zip(texts, mine, strict=True)
-            scores = [score_response(session.task, text, problems[i // responses], on_error) for text, i in pairs]
+            scores = [
+                score_response(session.task, text, problems[i // responses], on_error)
+                for text, i in zip(texts, mine, strict=True)
+            ]
         scores = from_model_main(scores, groups)
         here = [
-            (
-                Rollout(
-                    i,
-                    problems[i // responses],
-                    prompts[i // responses],
-                    response,
-                    text,
-                    score.value,
-                    dict(score.parts),
-                    policy_version,
-                ),
-                score,
-            )
+            Rollout(i, problems[i // responses], prompts[i // responses], response, text, score.value, dict(score.parts))
             for i, response, text, score in zip(mine, sampled, texts, scores, strict=True)
         ]
-        everything = sorted(gather_over_data(here, groups), key=lambda pair: pair[0].index)
-    rollouts = [replace(rollout) for rollout, _ in everything]
-    return Batch(rollouts, [score for _, score in everything], sum(len(r.response.token_ids) for r in rollouts))
+        pairs = gather_over_data(list(zip(here, scores, strict=True)), groups)
+    pairs.sort(key=lambda pair: pair[0].index)
+    return Batch([r for r, _ in pairs], [s for _, s in pairs], sum(len(r.response.token_ids) for r, _ in pairs))
 
 
 def _without_stop(token_ids: list[int], sampling: Sampling) -> list[int]:
