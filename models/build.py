@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from models.config import ModelConfig
+from parallel.cpu import tensors_answer_as_cuda
 from parallel.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -113,18 +114,19 @@ def _build_chunk(model: ModelConfig, groups: Groups, config: Any, chunk: int) ->
     block: Any = TransformerBlockSubmodules(
         layer_specs=[specs[i in model.moe_layers] for i in range(first, first + count)], layer_norm=norm
     )
-    module: Any = GPTModel(
-        config,
-        block,
-        vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_positions,
-        pre_process=groups.is_first_chunk(chunk),
-        post_process=groups.is_last_chunk(chunk),
-        position_embedding_type="rope",
-        rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]
-        share_embeddings_and_output_weights=model.tie_embeddings,
-        vp_stage=chunk if groups.parallel.virtual_pipeline > 1 else None,
-    )
+    with tensors_answer_as_cuda():  # a pipeline moves its second copy of tied embeddings there
+        module: Any = GPTModel(
+            config,
+            block,
+            vocab_size=model.padded_vocab_size,
+            max_sequence_length=model.max_positions,
+            pre_process=groups.is_first_chunk(chunk),
+            post_process=groups.is_last_chunk(chunk),
+            position_embedding_type="rope",
+            rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            vp_stage=chunk if groups.parallel.virtual_pipeline > 1 else None,
+        )
     module.rotary_pos_emb.__class__ = TokenRotary
     if torch.cuda.is_available():
         module.cuda()

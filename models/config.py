@@ -41,7 +41,9 @@ class ModelConfig(BaseModel):
     router_scale: PositiveFloat | None = Field(default=None, description="factor on the gates")
     router_groups: PositiveInt | None = None
     router_group_topk: PositiveInt | None = None
-    load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "expert_bias"] = "none"
+    load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "expert_bias"] = Field(
+        default="none", description="the auxiliary losses see one microbatch at a time, so they depend on how it is cut"
+    )
     aux_loss_coefficient: NonNegativeFloat = 1e-3
     expert_bias_rate: NonNegativeFloat = Field(default=1e-3, description="step of the expert bias an update")
 
@@ -78,6 +80,7 @@ class ModelConfig(BaseModel):
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Raises UsageError unless `parallel` can split this model."""
         stages = parallel.pipeline * parallel.virtual_pipeline
+        stage_key = "parallel.pipeline" + " x parallel.virtual_pipeline" * (parallel.virtual_pipeline > 1)
         rules = (
             (self.heads, "model.heads", parallel.tensor, "parallel.tensor"),
             (self.kv_heads, "model.kv_heads", parallel.tensor, "parallel.tensor"),
@@ -86,7 +89,7 @@ class ModelConfig(BaseModel):
             (self.padded_vocab_size, "padded model.vocab_size", parallel.tensor, "parallel.tensor"),
             (self.experts, "model.experts", parallel.expert, "parallel.expert"),
             (self.moe_ffn, "model.moe_ffn", parallel.expert_tensor, "parallel.expert_tensor"),
-            (self.layers, "model.layers", stages, "parallel.pipeline x parallel.virtual_pipeline"),
+            (self.layers, "model.layers", stages, stage_key),
         )
         for value, name, divisor, key in rules:
             if value % divisor:

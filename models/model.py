@@ -109,6 +109,8 @@ class MoEModel:
         if self.config.load_balancing == "none":
             return None  # nothing looks at it
         mask = stream.padding_mask()
+        if self.config.load_balancing == "global_aux_loss" and mask is not None and not stream.real:
+            mask[:, 0] = False  # were no rank to have a token, Megatron would divide by zero
         module = getattr(chunk, "module", chunk)
         if mask is None or module.pre_process or self.groups.tensor.size == 1:
             return mask

@@ -6,6 +6,7 @@ and no registry. Layers are known by their place in the module tree; MTP heads a
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,14 +62,30 @@ def install_taps(chunks: list[Any]) -> list[RouteTap]:
     taps = []
     for layer, module in moe_modules(chunks):
         tap = RouteTap(layer)
-        module.mlp.router.router_replay = tap
+        router = module.mlp.router
+        router.router_replay = tap
+        router._apply_expert_bias = partial(_count_load, router)
         module.register_forward_pre_hook(_notice_stream(tap), with_kwargs=True)
         taps.append(tap)
     return taps
 
 
+def _count_load(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    """Counts [T / tensor, E] routes of real tokens for the expert bias. In place of Megatron 0.19.2's, which masks [T, E]
+    by a [T] (an error, or where T == E a wrong count) and compiles itself at the first step."""
+    if router.enable_expert_bias and torch.is_grad_enabled():
+        with torch.no_grad():
+            real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            router.local_tokens_per_expert += real.sum(dim=0)
+
+
 def _notice_stream(tap: RouteTap) -> Callable[..., None]:
     def notice(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        tap.stream = kwargs.get("packed_seq_params")
+        stream = tap.stream = kwargs.get("packed_seq_params")
+        # Megatron divides an auxiliary loss by the tokens of the microbatch: none, where a rank only keeps others company.
+        # Out of training the router has no such loss. (The global one asks all ranks together, so all must stay.)
+        router = module.mlp.router
+        if router.routing_type in ("aux_loss", "seq_aux_loss"):
+            router.train(module.training and (stream is None or stream.real > 0))
 
     return notice
