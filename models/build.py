@@ -1,6 +1,5 @@
 """Configuration and groups -> model chunks. The only place that names Megatron's model class."""
 
-import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -99,20 +98,13 @@ def _build_chunk(model: ModelConfig, groups: Groups, config: Any, chunk: int) ->
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from models.torch_layers import RMSNorm, TokenRotary
-    from models.torch_layers import layer_spec as torch_spec
+    from models.torch_layers import TokenRotary
 
-    spec, norm = torch_spec, RMSNorm
-    if transformer_engine_is_present():
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        from models.te_layers import layer_spec as te_spec
-
-        spec, norm = te_spec, TENorm
+    layers = _layers()
     first, count = layers_of(model.layers, groups, chunk)
-    specs = {is_moe: spec(config, is_moe) for is_moe in (True, False)}
+    specs = {is_moe: layers.layer_spec(config, is_moe) for is_moe in (True, False)}
     block: Any = TransformerBlockSubmodules(
-        layer_specs=[specs[i in model.moe_layers] for i in range(first, first + count)], layer_norm=norm
+        layer_specs=[specs[i in model.moe_layers] for i in range(first, first + count)], layer_norm=layers.Norm
     )
     with tensors_answer_as_cuda():  # a pipeline moves its second copy of tied embeddings there
         module: Any = GPTModel(
@@ -133,13 +125,19 @@ def _build_chunk(model: ModelConfig, groups: Groups, config: Any, chunk: int) ->
     return module
 
 
+def _layers() -> Any:
+    """The module that makes the layers: Transformer Engine's where it is present."""
+    if transformer_engine_is_present():
+        from models import te_layers
+
+        return te_layers
+    from models import torch_layers
+
+    return torch_layers
+
+
 def layers_of(layers: int, groups: Groups, chunk: int) -> tuple[int, int]:
     """(first 0-based layer, number of layers) of virtual stage `chunk` on this rank, as Megatron lays them out."""
     stages, chunks = groups.pipeline.size, groups.parallel.virtual_pipeline
     count = layers // (stages * chunks)
     return (chunk * stages + groups.pipeline.rank) * count, count
-
-
-def versions() -> dict[str, str]:
-    """Of the parts that decide numbers."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}

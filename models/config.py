@@ -59,12 +59,34 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.heads={self.heads}: must be a multiple of model.kv_heads={self.kv_heads}")
         if wrong := [i for i in self.dense_layers if i >= self.layers]:
             raise ValueError(f"model.dense_layers={wrong}: layers count from 0 and model.layers={self.layers}")
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim={self.head_dim}: must be even, for the rotary embedding")
+        return self
+
+    @model_validator(mode="after")
+    def _check_router(self) -> Self:
         if self.load_balancing == "expert_bias" and self.router_score != "sigmoid":
             raise ValueError("model.load_balancing=expert_bias: needs model.router_score=sigmoid")
+        if self.topk == 1 and self.router_score == "softmax" and not self.router_pre_softmax:
+            raise ValueError("model.topk=1: needs model.router_pre_softmax=true (the softmax over one expert is always 1)")
         if (self.router_groups is None) != (self.router_group_topk is None):
             raise ValueError("model.router_groups and model.router_group_topk: set both or neither")
-        if self.router_groups and self.experts % self.router_groups:
+        if self.router_groups is None or self.router_group_topk is None:
+            return self
+        if self.experts % self.router_groups:
             raise ValueError(f"model.experts={self.experts}: must be a multiple of model.router_groups={self.router_groups}")
+        most = min(self.router_groups, self.topk)  # a group's score is that of its best topk / group_topk experts
+        if self.router_group_topk > most:
+            raise ValueError(
+                f"model.router_group_topk={self.router_group_topk}: must be at most {most}, the lesser of "
+                f"model.router_groups={self.router_groups} and model.topk={self.topk}"
+            )
+        held = self.router_group_topk * (self.experts // self.router_groups)
+        if self.topk > held:
+            raise ValueError(
+                f"model.topk={self.topk}: must be at most {held}, the experts in model.router_group_topk="
+                f"{self.router_group_topk} of model.router_groups={self.router_groups} groups"
+            )
         return self
 
     @property

@@ -1,13 +1,13 @@
 """The layers where Transformer Engine is present: its linear layers, norms and grouped experts, and its attention as THD.
 
-Not tried here: it needs a GPU. Only this file and `build.transformer_engine_is_present` know Transformer Engine.
+Not tried here: it needs a GPU. Only this file imports Transformer Engine (through Megatron).
 """
 
 import copy
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from models.stream import Stream
 from models.torch_layers import attend
+
+Norm: Any = TENorm
 
 
 class StreamTEAttention(TEDotProductAttention):  # pyright: ignore[reportGeneralTypeIssues]

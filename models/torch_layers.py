@@ -32,6 +32,9 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
+Norm = RMSNorm
+
+
 class TokenRotary(RotaryEmbedding):
     """Rotary embedding by each token's own position, on every pipeline stage. Replaces RotaryEmbedding's class in place.
 

@@ -1,5 +1,4 @@
-"""What the RL layer exchanges between ranks: rollouts, metrics, drift sums. The only file of it that talks to other ranks,
-beside the model's own passes and the embedded engine."""
+"""What the RL layer exchanges between ranks: rollouts, metrics, drift sums."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
