@@ -109,8 +109,11 @@ class MoEModel:
         if self.config.load_balancing == "none":
             return None  # nothing looks at it
         mask = stream.padding_mask()
-        if self.config.load_balancing == "global_aux_loss" and mask is not None and not stream.real:
-            mask[:, 0] = False  # were no rank to have a token, Megatron would divide by zero
+        if self.config.load_balancing == "global_aux_loss":
+            if mask is None:  # Megatron would think that all ranks have as many tokens as this one
+                mask = torch.zeros(1, stream.size, dtype=torch.bool, device=self.device)
+            elif not stream.real:
+                mask[:, 0] = False  # were no rank to have a token, Megatron would divide by zero
         module = getattr(chunk, "module", chunk)
         if mask is None or module.pre_process or self.groups.tensor.size == 1:
             return mask

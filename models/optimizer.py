@@ -88,7 +88,7 @@ class Optimizer:
                 steps = {p: moments[p].pop("step") for p in moments if "step" in moments[p]}
                 part.load_parameter_state_from_fully_reshardable(shards)
                 for p, step in steps.items():
-                    moments[p]["step"] = step
+                    moments[p]["step"] = step.clone()  # it has made one for all, which every parameter would then count up
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from models.layer_map import moe_modules
@@ -65,6 +66,7 @@ def install_taps(chunks: list[Any]) -> list[RouteTap]:
         router = module.mlp.router
         router.router_replay = tap
         router._apply_expert_bias = partial(_count_load, router)
+        router.attach_and_log_load_balancing_loss = partial(_attach, router, tap, router.attach_and_log_load_balancing_loss)
         module.register_forward_pre_hook(_notice_stream(tap), with_kwargs=True)
         taps.append(tap)
     return taps
@@ -77,6 +79,29 @@ def _count_load(router: Any, routing_map: Tensor, padding_mask: Tensor | None = 
         with torch.no_grad():
             real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             router.local_tokens_per_expert += real.sum(dim=0)
+
+
+def _attach(
+    router: Any,
+    tap: RouteTap,
+    attach: Callable[..., Tensor],
+    activation: Tensor,
+    coefficient: float,
+    loss: Tensor,
+    name: str,
+    group: Any,
+    **settings: Any,
+) -> Tensor:
+    """Weighs an auxiliary loss by the real tokens that it is about: the microbatch's, or all ranks' for the global one.
+    Megatron 0.19.2 weighs it wrongly: where there is filler its all-reduce has written over the rank's own count, so that
+    tensor parallelism doubles the loss; and the global one it weighs by the rank's count, so that data parallelism halves it."""
+    assert tap.stream is not None
+    tokens = torch.tensor(float(tap.stream.real), device=activation.device)
+    if name == "global_load_balancing_loss":
+        dist.all_reduce(tokens, group=group)
+        tokens /= router.tp_cp_group.size()  # whose ranks have one stream
+    settings["valid_token_count"] = tokens / router.tp_cp_group.size()  # it is multiplied by that again
+    return attach(activation, coefficient, loss, name, group, **settings)
 
 
 def _notice_stream(tap: RouteTap) -> Callable[..., None]:

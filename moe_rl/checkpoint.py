@@ -126,14 +126,40 @@ def _write(target: Path, state: dict[str, Any]) -> None:
 def _read(path: Path, wanted: dict[str, Any], model: MoEModel) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint import CheckpointException
 
+    parts = [f"model{i}" for i in range(len(model.bare))]
     try:
+        if wrong := _mismatch(path, [wanted[part] for part in parts]):
+            raise UsageError(
+                f"checkpoint.load={path}: does not fit this model: {wrong}; the model section must be the one it was made with"
+            )
         state: Any = dist_checkpointing.load(wanted, str(path))
-    except (CheckpointingException, KeyError) as error:
-        raise UsageError(
-            f"checkpoint.load={path}: does not fit this model ({' '.join(str(error).split())[:300]}); "
-            "the model section must be the one it was made with"
-        ) from error
-    for i, chunk in enumerate(model.bare):
-        chunk.load_state_dict(state[f"model{i}"])
+    except (CheckpointingException, CheckpointException) as error:  # the latter is no Exception
+        reason = str(error).strip().splitlines()[-1][:300]
+        raise UsageError(f"checkpoint.load={path}: cannot be read: {reason}") from error
+    for part, chunk in zip(parts, model.bare, strict=True):
+        chunk.load_state_dict(state[part])
     return state
+
+
+def _mismatch(path: Path, chunks: list[dict[str, Any]]) -> str:
+    """What differs between a checkpoint's weights and the model's, or nothing (collective). Megatron by itself would take a
+    part of a deeper model without a word, and fill up or cut off another vocabulary."""
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    here: dict[str, tuple[int, ...]] = {}
+    for value in (value for chunk in chunks for value in chunk.values()):
+        built: Any = value.build() if isinstance(value, ShardedTensorFactory) else [value]
+        shards = built.values() if isinstance(built, dict) else built
+        here |= {shard.key: tuple(shard.global_shape) for shard in shards if isinstance(shard, ShardedTensor)}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    ours = {key: shape for part in everywhere for key, shape in part.items()}
+    saved = load_tensors_metadata(str(path))
+    theirs = {key: tuple(tensor.global_shape) for key, tensor in saved.items() if not key.startswith("optimizer.")}
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            return f"{key} is {theirs.get(key, 'absent')} there and {ours.get(key, 'absent')} here"
+    return ""

@@ -106,7 +106,12 @@ class SftSection(Section):
     batch: PositiveInt = Field(default=64, description="examples a step")
     lr: NonNegativeFloat = 1e-3
     warmup_updates: NonNegativeInt = 10
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="decay to 0 after the warm-up")
     weight_decay: NonNegativeFloat = 0.0
+    stop_at: float | None = Field(
+        default=None, gt=0, le=1, description="end early once this share of training problems is answered (greedy)"
+    )
+    check_every: PositiveInt = Field(default=10, description="steps between looks at stop_at")
 
 
 class EvalSection(Section):

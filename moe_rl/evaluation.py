@@ -1,6 +1,7 @@
 """pass@1 and pass@k on held-out problems."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_rl import checkpoint
@@ -8,6 +9,7 @@ from moe_rl.config import RunConfig
 from moe_rl.rollouts.collect import collect
 from moe_rl.session import Session, opened
 from moe_rl.stopwatch import Stopwatch
+from moe_rl.types import Problem
 from parallel.errors import UsageError
 
 
@@ -16,10 +18,13 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def evaluate_policy(session: Session) -> dict[str, float]:
-    """`eval/...` of the present weights (collective). The problems and the seeds are the same at every call."""
+def evaluate_policy(session: Session, problems: Sequence[Problem] | None = None) -> dict[str, float]:
+    """`eval/...` of the present weights (collective). The problems and the seeds are the same at every call.
+
+    problems: those held out, where none are given; the first eval.problems of them.
+    """
     section, watch = session.config.eval, Stopwatch()
-    problems = session.task.heldout[: section.problems]
+    problems = (session.task.heldout if problems is None else problems)[: section.problems]
     batch = collect(session, problems, section.samples, session.sampling(section.temperature), "eval", 0, watch)
     correct = [
         sum(score.correct for score in batch.scores[i : i + section.samples])

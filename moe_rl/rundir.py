@@ -51,11 +51,14 @@ def make_room(config: RunConfig, resumable: bool) -> str | None:
 def _settings(directory: Path) -> Any:
     path = directory / "config.yaml"
     try:
-        return yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
+        found = yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UsageError(
             f"{path}: {error.strerror}; {directory} holds checkpoints but no settings: choose another run.name"
         ) from error
+    if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
+        raise UsageError(f"{path}: holds no settings of a run; {directory} holds checkpoints: choose another run.name")
+    return found
 
 
 def _without(settings: dict[str, Any], free: dict[str, set[str] | None]) -> dict[str, Any]:

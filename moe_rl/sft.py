@@ -19,15 +19,25 @@ from moe_rl.types import Problem
 
 
 def supervise(session: Session) -> Optimizer:
-    """`sft.steps` steps of next-token loss on the answers, mean over tokens (collective). Returns the optimizer used."""
+    """`sft.steps` steps of next-token loss on the answers, mean over tokens (collective); fewer where
+    `sft.stop_at` ends them. Returns the optimizer used."""
     section = session.config.sft
-    settings = OptimizerConfig(lr=section.lr, warmup_updates=section.warmup_updates, weight_decay=section.weight_decay)
+    settings = OptimizerConfig(
+        lr=section.lr, warmup_updates=section.warmup_updates, schedule=section.schedule, weight_decay=section.weight_decay
+    )
     optimizer = session.model.optimizer(settings, section.steps)
     order = ProblemOrder(session.task.train, session.config.run.seed, "sft")
     for step in range(1, section.steps + 1):
         watch = Stopwatch()
         metrics = _step(session, optimizer, order.take((step - 1) * section.batch, section.batch))
         session.log(step, metrics | watch.metrics(), "sft")
+        if section.stop_at is not None and step % section.check_every == 0:
+            passed = evaluate_policy(session, session.task.train)["eval/pass_at_1"]
+            if passed >= section.stop_at:
+                session.say(
+                    f"supervised step {step}: {passed:.3f} of training problems answered, sft.stop_at={section.stop_at}"
+                )
+                break
     return optimizer
 
 

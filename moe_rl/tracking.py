@@ -49,7 +49,9 @@ class Tracker:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if resolved is not None:
-                (directory / "config.yaml").write_text(resolved, encoding="utf-8")
+                part = directory / "config.yaml.part"  # renamed: a run that is killed here can still go on
+                part.write_text(resolved, encoding="utf-8")
+                part.replace(directory / "config.yaml")
             self._log = (directory / "log.txt").open("a", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"run.dir and run.name: {directory} cannot be written: {error.strerror}") from error

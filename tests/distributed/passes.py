@@ -191,7 +191,9 @@ def merge(mine: dict[str, Any]) -> dict[str, Any]:
             for (key, offset), (shape, values) in piece[name].items():
                 target = tensors.setdefault(key, torch.full(shape, float("nan")))
                 where = tuple(slice(a, a + n) for a, n in zip(offset, values.shape, strict=True))
-                target[where] = torch.from_numpy(values)
+                part = torch.from_numpy(values)
+                assert target[where].isnan().all() or torch.equal(target[where], part), f"{name} of {key}: copies differ"
+                target[where] = part
         whole[name] = tensors
     return whole
 

@@ -71,7 +71,7 @@ def test_moe_layers_are_those_that_are_not_dense() -> None:
         (dict(tensor=3), dict(heads=3, kv_heads=3, ffn=99), r"parallel\.tensor=3: must divide padded model\.vocab_size=320"),
         (dict(expert=3), {}, r"parallel\.expert=3: must divide model\.experts=8"),
         (dict(expert_tensor=3), {}, r"parallel\.expert_tensor=3: must divide model\.moe_ffn=128"),
-        (dict(pipeline=3), {}, r"parallel\.pipeline x parallel\.virtual_pipeline=3: must divide model\.layers=4"),
+        (dict(pipeline=3), {}, r"parallel\.pipeline=3: must divide model\.layers=4"),
         (dict(pipeline=2, virtual_pipeline=4), {}, r"virtual_pipeline=8: must divide model\.layers=4; choose a divisor of 4"),
     ],
 )

@@ -11,7 +11,7 @@ from models.stream import Stream, pack_sequences
 from models.torch_layers import attend
 
 CPU = torch.device("cpu")
-# Attention of float32 values of about 1: over seeds 0-19 both paths are within 5e-7 of the plain one in float64.
+# Attention of float32 values of about 1: over seeds 0-19 it is within 6.3e-7 of the plain one in float64.
 CLOSE = 5e-6
 
 
@@ -42,7 +42,9 @@ def test_a_rank_with_nothing_left_brings_filler_that_asks_for_nothing() -> None:
     assert stream.targets is not None and stream.targets.tolist() == []
 
 
-@pytest.mark.parametrize(("prompt", "size", "text"), [(1, 1, "a stream of 1 cannot hold 2"), (0, 9, "prompt"), (3, 9, "prompt")])
+@pytest.mark.parametrize(
+    ("prompt", "size", "text"), [(1, 1, "a stream of 1 cannot hold 2"), (0, 9, "prompt"), (3, 9, "prompt")]
+)
 def test_what_cannot_be_packed_is_refused(prompt: int, size: int, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
         pack_sequences([[5, 6, 7]], [prompt], size, CPU)
@@ -72,7 +74,8 @@ def stream_of(lengths: list[int], filler: int = 0) -> Stream:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize(
-    ("lengths", "filler"), [([3, 1, 7, 2], 0), ([3, 1, 7, 2], 3), ([4, 4, 4], 0), ([4, 4], 4), ([1] * 5, 0), ([6], 0), ([2, 3], 9)]
+    ("lengths", "filler"),
+    [([3, 1, 7, 2], 0), ([3, 1, 7, 2], 3), ([4, 4, 4], 0), ([4, 4], 4), ([1] * 5, 0), ([6], 0), ([2, 3], 9)],
 )
 def test_attention_stays_within_its_row(seed: int, scale: float | None, lengths: list[int], filler: int) -> None:
     stream = stream_of(lengths, filler)

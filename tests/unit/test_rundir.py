@@ -1,0 +1,166 @@
+"""Who may go on in a run's directory, and who finds it moved aside."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_rl import config, rundir
+from moe_rl.config import RunConfig
+from moe_rl.types import Problem, Response, Rollout
+from parallel.errors import UsageError
+
+YAML = """
+run: {name: mine, steps: 10}
+model: {preset: tiny_moe}
+"""
+
+
+def settings(folder: Path, *overrides: str) -> RunConfig:
+    path = folder / "run.yaml"
+    path.write_text(YAML, encoding="utf-8")
+    return config.load(path, [f"run.dir={folder}", *overrides])
+
+
+def left_behind(folder: Path, *overrides: str, step: int = 4) -> Path:
+    """A run's directory as it is once step `step` has been saved."""
+    run = settings(folder, *overrides)
+    checkpoint = run.directory / "checkpoints" / f"step_{step:06d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_text("dear", encoding="utf-8")
+    (run.directory / "config.yaml").write_text(config.dump(run), encoding="utf-8")
+    return run.directory
+
+
+def still_there(directory: Path, step: int = 4) -> bool:
+    return (directory / "checkpoints" / f"step_{step:06d}" / "weights").exists()
+
+
+def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
+    run = settings(tmp_path)
+    assert rundir.make_room(run, resumable=True) is None
+    assert not run.directory.exists()
+    (run.directory / "checkpoints" / ".step_000004.part").mkdir(parents=True)  # a save that was cut off
+    assert rundir.make_room(run, resumable=True) is None
+    assert rundir.make_room(run, resumable=False) is None
+    assert (run.directory / "checkpoints" / ".step_000004.part").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.steps=20",
+        "run.processes=2",
+        "run.threads=2",
+        "parallel.expert=2",
+        "checkpoint.every=3",
+        "checkpoint.keep=1",
+        "eval.problems=3",
+        "tracking.tensorboard=true",
+        "rollout.max_batch=7",
+        "algorithm.microbatch_tokens=77",
+        "model.recompute=full",
+        "model.logprob_chunk=5",
+    ],
+)
+def test_a_run_goes_on_whatever_changes_no_result(tmp_path: Path, change: str) -> None:
+    directory = left_behind(tmp_path)
+    assert rundir.make_room(settings(tmp_path, change), resumable=True) is None
+    assert still_there(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.seed=1",
+        "model.layers=2",
+        "task.options={digits: 1}",
+        "rollout.temperature=0.9",
+        "algorithm.name=grpo",
+        "optimizer.lr=1e-3",
+        "sft.steps=3",
+        "checkpoint.load=/elsewhere",
+        "drift.enabled=false",
+    ],
+)
+def test_another_run_is_moved_aside_and_said_to_be(tmp_path: Path, change: str) -> None:
+    directory = left_behind(tmp_path)
+    note = rundir.make_room(settings(tmp_path, change), resumable=True)
+    assert note == f"note: {directory} held another run; it is now {tmp_path / 'mine.1'}"
+    assert not directory.exists() and still_there(tmp_path / "mine.1")
+
+
+def test_runs_that_were_moved_aside_are_not_written_over(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        left_behind(tmp_path, step=number)
+        rundir.make_room(settings(tmp_path, "run.seed=1"), resumable=True)
+    assert [still_there(tmp_path / f"mine.{number}", step=number) for number in (1, 2, 3)] == [True] * 3
+
+
+def test_a_command_that_cannot_go_on_moves_even_its_own_earlier_run(tmp_path: Path) -> None:
+    left_behind(tmp_path)
+    assert "mine.1" in (rundir.make_room(settings(tmp_path), resumable=False) or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "moved"),
+    [
+        ("run.steps=4", False),
+        ("run.steps=3", True),
+        ("run.steps=5", False),  # not finished then: goes on
+        ("eval.problems=3", True),  # would show another evaluation than the one it had
+        ("tracking.tensorboard=true", False),
+        ("checkpoint.every=2", False),
+        ("run.seed=1", True),
+    ],
+)
+def test_a_finished_run_is_kept_unless_something_else_is_asked_of_it(tmp_path: Path, change: str, moved: bool) -> None:
+    directory = left_behind(tmp_path, "run.steps=4", step=4)
+    assert (rundir.make_room(settings(tmp_path, "run.steps=4", change), resumable=True) is not None) == moved
+    assert still_there(tmp_path / "mine.1" if moved else directory)
+
+
+def test_checkpoints_without_settings_are_not_touched(tmp_path: Path) -> None:
+    directory = left_behind(tmp_path)
+    (directory / "config.yaml").unlink()
+    with pytest.raises(
+        UsageError, match=r"config\.yaml: No such file.*holds checkpoints but no settings: choose another run\.name"
+    ):
+        rundir.make_room(settings(tmp_path), resumable=True)
+    assert still_there(directory)
+
+
+@pytest.mark.parametrize("text", ["", "run: {name: mi", "- 1"])
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
+    directory = left_behind(tmp_path)
+    (directory / "config.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"config\.yaml"):
+        rundir.make_room(settings(tmp_path), resumable=True)
+    assert still_there(directory)
+
+
+def test_a_summary_is_read_back_at_full_precision(tmp_path: Path) -> None:
+    assert rundir.read_summary(tmp_path) == {}
+    rundir.write_summary(tmp_path, {"step": 3, "eval/pass_at_1": 1 / 3})
+    assert rundir.read_summary(tmp_path) == {"step": 3, "eval/pass_at_1": 1 / 3}
+
+
+def test_rollouts_are_written_a_line_each(tmp_path: Path) -> None:
+    problem = Problem("train/3", "1+2=", "3")
+    first = Rollout(0, problem, [4], Response([5, 2], [-0.1, -0.2], "stop"), "3", 1.0, {"exact": 1.0})
+    odd = Rollout(1, problem, [4], Response([5], [-0.1], "length"), "\ud800 \n\N{SNOWMAN}", 0.0)  # half a surrogate pair
+    rundir.write_rollouts(tmp_path, 12, [first, odd])
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000012.jsonl"]
+    lines = (tmp_path / "rollouts" / "step_000012.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[0]) == {
+        "index": 0,
+        "problem": "train/3",
+        "prompt": "1+2=",
+        "answer": "3",
+        "response": "3",
+        "reward": 1.0,
+        "parts": {"exact": 1.0},
+        "finish_reason": "stop",
+        "tokens": 2,
+    }
+    assert len(lines) == 2 and json.loads(lines[1])["response"].endswith("\n\N{SNOWMAN}")
