@@ -1,0 +1,6 @@
+"""A reward that any text earns some of, so that an untrained model has something to learn from."""
+
+
+def share_of_even(response: str, answer: str) -> float:
+    """The share of characters with an even code."""
+    return sum(ord(c) % 2 == 0 for c in response) / max(len(response), 1)
