@@ -51,6 +51,8 @@ def let_megatron_run_without_cuda() -> None:
         return
     _patch_torch_cuda()
     _patch_megatron()
+    # Megatron fuses small functions with torch.compile, which on a CPU calls a C++ compiler that may not be there
+    torch._dynamo.config.disable = True
 
 
 def _patch_torch_cuda() -> None:
