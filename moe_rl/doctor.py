@@ -137,9 +137,6 @@ def used() -> Iterable[Finding]:
     cuda, engine = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
     yield Finding("backend", "nccl" if cuda else "gloo")
     yield Finding("layers", "Transformer Engine's" if engine and cuda else "torch's (scaled dot product attention, RMSNorm)")
-    yield Finding(
-        "context parallelism", "possible" if engine and cuda else "not possible: it needs Transformer Engine on a GPU"
-    )
     if engine:
         adam = "Transformer Engine's fused Adam"
     elif apex().value.startswith("NVIDIA's"):

@@ -61,6 +61,11 @@ class ParallelConfig(BaseModel):
                 f"parallel.context={self.context}: context parallelism needs Transformer Engine's attention, which is not "
                 "installed here; set parallel.context=1 or install moe-rl[gpu] on a GPU machine"
             )
+        if self.context > 1:
+            raise UsageError(
+                f"parallel.context={self.context}: the packed stream is not split over context ranks yet; set "
+                "parallel.context=1 and use parallel.tensor, whose sequence parallelism splits activations too"
+            )
         if self.expert_tensor > 1 and self.dispatcher == "alltoall" and backend == "gloo":
             raise UsageError(
                 f"parallel.expert_tensor={self.expert_tensor}: with parallel.dispatcher=alltoall it needs an uneven "
