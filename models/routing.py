@@ -93,8 +93,10 @@ def _attach(
     **settings: Any,
 ) -> Tensor:
     """Weighs an auxiliary loss by the real tokens that it is about: the microbatch's, or all ranks' for the global one.
-    Megatron 0.19.2 weighs it wrongly: where there is filler its all-reduce has written over the rank's own count, so that
-    tensor parallelism doubles the loss; and the global one it weighs by the rank's count, so that data parallelism halves it."""
+
+    Megatron 0.19.2 weighs it wrongly. Where there is filler its all-reduce has written over the rank's own count, so that
+    tensor parallelism doubles the loss; the global one it weighs by the rank's count, so that data parallelism halves it.
+    """
     assert tap.stream is not None
     tokens = torch.tensor(float(tap.stream.real), device=activation.device)
     if name == "global_load_balancing_loss":
