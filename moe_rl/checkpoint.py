@@ -126,7 +126,7 @@ def _write(target: Path, state: dict[str, Any]) -> None:
 def _read(path: Path, wanted: dict[str, Any], model: MoEModel) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     parts = [f"model{i}" for i in range(len(model.bare))]
     try:

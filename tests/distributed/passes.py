@@ -35,8 +35,8 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        small = dict(layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, moe_ffn=48, init_std=0.1)
-        return ModelConfig(**(PRESETS["tiny_moe"] | small | self.model))
+        small: dict[str, Any] = dict(layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, moe_ffn=48, init_std=0.1)
+        return ModelConfig.model_validate(PRESETS["tiny_moe"] | small | self.model)
 
 
 def sample_batch(config: ModelConfig, seed: int, count: int = 13) -> tuple[list[list[int]], list[int], list[float]]:
@@ -147,7 +147,7 @@ def _routes(model: MoEModel, streams: list[Stream], packs: list[list[int]]) -> d
 def _gradients(model: MoEModel) -> dict[int, Tensor]:
     """Data pointer of each parameter -> its whole gradient (the distributed optimizer leaves each rank only a shard)."""
     for chunk in model.chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):  # pyright: ignore[reportGeneralTypeIssues]
             size, rank = dist.get_world_size(buffer.data_parallel_group), dist.get_rank(buffer.data_parallel_group)
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.view(size, -1)[rank].clone()

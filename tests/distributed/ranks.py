@@ -5,11 +5,15 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.multiprocessing as mp
+
+if TYPE_CHECKING:
+    from moe_rl.config import RunConfig
 
 # What every rank needs is imported once, by the server that the ranks are forked from: it takes seconds and computes nothing.
 multiprocessing.set_forkserver_preload(["tests.distributed.imported"])
@@ -18,18 +22,43 @@ multiprocessing.set_forkserver_preload(["tests.distributed.imported"])
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What `function(runtime, *args)` returned on each rank. The function must be importable by name."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_enter, (function, world_size, folder, args), nprocs=world_size, start_method="forkserver")
+        mp.start_processes(_enter, (function, world_size, folder, args), nprocs=world_size, start_method="forkserver")  # pyright: ignore[reportPrivateImportUsage]
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
 def _enter(rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]) -> None:
     from parallel.runtime import started
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
-    os.environ["MASTER_ADDR"] = "localhost"  # asked for, though the ranks meet at a file
+    _place(rank, world_size)
     try:
         with started(seed=0, threads=1, timeout_seconds=120, rendezvous=Path(folder) / "meet") as runtime:
             torch.save(function(runtime, *args), Path(folder) / f"{rank}.pt")
     except Exception:  # shown here, since the parent only learns of the rank that it noticed first
         traceback.print_exc()
         raise
+
+
+def train_on_ranks(world_size: int, configs: "list[RunConfig]") -> None:
+    """`moe_rl.trainer.train` of one configuration after the other, in the same processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_train, (world_size, folder, configs), nprocs=world_size, start_method="forkserver")  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _train(rank: int, world_size: int, folder: str, configs: "list[RunConfig]") -> None:
+    from moe_rl.trainer import train
+    from parallel import runtime
+
+    _place(rank, world_size)
+    started = runtime.started
+    try:
+        for i, config in enumerate(configs):
+            runtime.started = partial(started, rendezvous=Path(folder) / f"meet{i}")
+            train(config)
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+def _place(rank: int, world_size: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    os.environ["MASTER_ADDR"] = "localhost"  # asked for, though the ranks meet at a file

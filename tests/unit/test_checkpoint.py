@@ -12,14 +12,14 @@ from torch import Tensor
 
 from models.config import OptimizerConfig
 from models.initialise import global_shards
-from models.model import MoEModel, Scores
+from models.model import MoEModel
 from models.optimizer import Optimizer
-from models.stream import pack_sequences
 from moe_rl import checkpoint
 from moe_rl.checkpoint import Progress
 from parallel.errors import UsageError
 from parallel.runtime import Runtime, started
 from tests.distributed.passes import Case, built
+from tests.distributed.updates import update
 
 SETTINGS = OptimizerConfig(lr=1e-2, schedule="linear", warmup_updates=3, min_lr=1e-4, weight_decay=0.1)
 
@@ -78,19 +78,6 @@ def test_where_nothing_is_found_the_key_and_the_path_are_named(tmp_path: Path, p
 
 def made(model: MoEModel) -> Optimizer:
     return model.optimizer(SETTINGS, total_updates=20)
-
-
-def update(model: MoEModel, optimizer: Optimizer, seed: int) -> float:
-    """One optimizer step on a random sequence. Returns its gradient norm."""
-    sequence = torch.randint(0, 259, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
-    stream = pack_sequences([sequence], [2], 8, model.device)
-
-    def loss(scores: Scores) -> tuple[Tensor, None]:
-        return -scores.logprobs.sum() / 7, None
-
-    optimizer.zero_grad()
-    model.accumulate_gradients([stream], [loss], stream.real)
-    return optimizer.step()
 
 
 def weights(model: MoEModel) -> dict[str, Tensor]:

@@ -70,16 +70,16 @@ def qwen3_of(config: ModelConfig, weights: dict[str, Tensor]) -> Qwen3MoeForCaus
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        head_dim=config.head_dim,  # pyright: ignore[reportCallIssue]
         moe_intermediate_size=config.moe_ffn,
         num_experts=config.experts,
         num_experts_per_tok=config.topk,
         norm_topk_prob=True,
         rms_norm_eps=config.norm_epsilon,
-        rope_theta=config.rope_base,
+        rope_theta=config.rope_base,  # pyright: ignore[reportCallIssue]
         max_position_embeddings=config.max_positions,
         tie_word_embeddings=False,
-        attn_implementation="eager",
+        attn_implementation="eager",  # pyright: ignore[reportCallIssue]
     )
     model = Qwen3MoeForCausalLM(shape).eval()
     model.load_state_dict(qwen3_names(config, weights))  # strict: every tensor of theirs has one of ours

@@ -84,7 +84,7 @@ def test_attention_stays_within_its_row(seed: int, scale: float | None, lengths:
     start = 0
     for n in lengths:
         part = slice(start, start + n)
-        wanted = plain(*(t[part].double() for t in (query, key, value)), 1 / math.sqrt(8) if scale is None else scale)
+        wanted = plain(*(t[part].double() for t in (query, key, value)), 1 / math.sqrt(8) if scale is None else scale)  # pyright: ignore[reportCallIssue]
         torch.testing.assert_close(ours[part].double(), wanted, atol=CLOSE, rtol=0)
         start += n
 
@@ -92,7 +92,7 @@ def test_attention_stays_within_its_row(seed: int, scale: float | None, lengths:
 def test_the_gradient_of_a_row_reaches_that_row_alone() -> None:
     stream = stream_of([3, 1, 4], filler=2)
     inputs = [t.requires_grad_() for t in qkv(0, 10)]
-    attend(stream, 0, *inputs, None)[4:8].square().sum().backward()
+    attend(stream, 0, *inputs, None)[4:8].square().sum().backward()  # pyright: ignore[reportCallIssue]
     for tensor in inputs:
         assert tensor.grad is not None
         touched = tensor.grad.abs().sum((1, 2)) > 0
@@ -122,13 +122,13 @@ def test_decoding_with_a_cache_is_full_attention(seed: int, filler: int) -> None
     """Prompts of 3, 1 and 5 tokens in one pass, then token by token to 9; the second row leaves after two steps."""
     prompts, total = [3, 1, 5], 9
     whole = [qkv(seed * 10 + i, total) for i in range(3)]
-    wanted = [plain(*(t.double() for t in one), 1 / math.sqrt(8)) for one in whole]
+    wanted = [plain(*(t.double() for t in one), 1 / math.sqrt(8)) for one in whole]  # pyright: ignore[reportCallIssue]
     cache = KVCache(rows=3, length=total)
     stream = stream_of(prompts, filler)
     stream.cache = cache
     noise = qkv(99, filler)
     inputs = [torch.cat([*(one[i][:n] for one, n in zip(whole, prompts, strict=True)), noise[i]]) for i in range(3)]
-    ours = attend(stream, 5, *inputs, None)[: sum(prompts)].split(prompts)
+    ours = attend(stream, 5, *inputs, None)[: sum(prompts)].split(prompts)  # pyright: ignore[reportCallIssue]
     for i, part in enumerate(ours):
         torch.testing.assert_close(part.double(), wanted[i][: len(part)], atol=CLOSE, rtol=0)
     live, done = [0, 1, 2], list(prompts)
@@ -141,7 +141,7 @@ def test_decoding_with_a_cache_is_full_attention(seed: int, filler: int) -> None
             break
         stream = step_of(list(range(len(live))), [done[i] for i in live], filler, cache)
         inputs = [torch.cat([*(whole[i][j][done[i]][None] for i in live), noise[j]]) for j in range(3)]
-        ours = attend(stream, 5, *inputs, None)
+        ours = attend(stream, 5, *inputs, None)  # pyright: ignore[reportCallIssue]
         for row, i in enumerate(live):
             torch.testing.assert_close(ours[row].double(), wanted[i][done[i]], atol=CLOSE, rtol=0)
             done[i] += 1
