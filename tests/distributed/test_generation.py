@@ -53,7 +53,7 @@ UNEQUAL, ONES, LONELY = (1, 60, 1, 59, 2), (1,) * 7, (3,)
 
 def job(layout: dict[str, Any], sampling: str, **changes: Any) -> Job:
     case: dict[str, Any] = {key: changes.pop(key) for key in ("model", "budget") if key in changes}
-    return Job(Case(layout=layout, **({"budget": 100} | case)), SAMPLINGS[sampling], **changes)
+    return Job(Case(layout, case.get("model", {}), case.get("budget", 100)), SAMPLINGS[sampling], **changes)
 
 
 def jobs(world: int) -> list[Job]:
