@@ -123,4 +123,5 @@ def test_what_gloo_or_torch_cannot_do_is_refused_with_the_remedy() -> None:
     context = ParallelConfig(context=2)  # pyright: ignore[reportCallIssue]
     with pytest.raises(UsageError, match=r"parallel\.context=2: .*Transformer Engine.*set parallel\.context=1"):
         context.check_backend("nccl", transformer_engine=False)
-    context.check_backend("nccl", transformer_engine=True)
+    with pytest.raises(UsageError, match=r"parallel\.context=2: the packed stream is not split.*set\s+parallel\.context=1"):
+        context.check_backend("nccl", transformer_engine=True)
