@@ -88,14 +88,7 @@ def one_pass(runtime: Runtime, case: Case) -> dict[str, Any]:
         }
         routes = _routes(model, streams, packs)
         # a large epsilon: the first step of Adam is the sign of a gradient, and next to 0 that is noise
-        optimizer = model.optimizer(
-            OptimizerConfig(
-                lr=1e-3,
-                grad_clip=1.0,
-                epsilon=__import__("os").environ.get("EPS") and float(__import__("os").environ["EPS"]) or 1e-5,
-            ),
-            total_updates=10,
-        )
+        optimizer = model.optimizer(OptimizerConfig(lr=1e-3, grad_clip=1.0, epsilon=1e-5), total_updates=10)
         optimizer.zero_grad()
         tokens = sum(len(s) - 1 for s in sequences)
         losses = [_weighted_loss(part, sequences, prompts, weights) for part in packs]
