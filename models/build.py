@@ -43,6 +43,7 @@ def transformer_config(model: ModelConfig, groups: Groups) -> Any:
         moe_router_num_groups=model.router_groups,
         moe_router_group_topk=model.router_group_topk,
         moe_router_dtype="fp32",
+        moe_router_fusion=model.router_fusion,
         moe_router_load_balancing_type=balancing,
         moe_aux_loss_coeff=model.aux_loss_coefficient if balancing != "none" else 0.0,
         moe_router_enable_expert_bias=model.load_balancing == "expert_bias",

@@ -41,6 +41,9 @@ class ModelConfig(BaseModel):
     router_scale: PositiveFloat | None = Field(default=None, description="factor on the gates")
     router_groups: PositiveInt | None = None
     router_group_topk: PositiveInt | None = None
+    router_fusion: bool = Field(
+        default=False, description="Transformer Engine's fused router; it can neither be observed nor replayed"
+    )
     load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "expert_bias"] = Field(
         default="none", description="the auxiliary losses see one microbatch at a time, so they depend on how it is cut"
     )
@@ -69,6 +72,11 @@ class ModelConfig(BaseModel):
             raise ValueError("model.load_balancing=expert_bias: needs model.router_score=sigmoid")
         if self.topk == 1 and self.router_score == "softmax" and not self.router_pre_softmax:
             raise ValueError("model.topk=1: needs model.router_pre_softmax=true (the softmax over one expert is always 1)")
+        if self.router_fusion and self.recompute != "none":
+            raise ValueError(
+                "model.router_fusion=true: its recomputation could choose other experts than its forward pass; set "
+                "model.router_fusion=false or model.recompute=none"
+            )
         if (self.router_groups is None) != (self.router_group_topk is None):
             raise ValueError("model.router_groups and model.router_group_topk: set both or neither")
         if self.router_groups is None or self.router_group_topk is None:

@@ -16,7 +16,7 @@ from models.initialise import initialise
 from models.layer_map import moe_modules
 from models.logprobs import Vocabulary, local_logits, logprobs_and_entropy
 from models.optimizer import Optimizer
-from models.routing import RouteLog, install_taps
+from models.routing import Replay, RouteLog, check_replayed, install_taps
 from models.stream import Stream
 from models.torch_layers import StackedExperts
 from parallel.groups import Groups
@@ -64,21 +64,35 @@ class MoEModel:
         return optimizer
 
     @torch.no_grad()
-    def score(self, streams: Sequence[Stream]) -> list[Scores]:
-        """Log-probabilities without gradients; records routes into each stream's log. On the last stage, else []."""
-        return self._run(streams, [lambda scores: (scores.logprobs.sum(), scores)] * len(streams), 1, forward_only=True)
+    def score(self, streams: Sequence[Stream], replay: Sequence[Replay] | None = None) -> list[Scores]:
+        """Log-probabilities without gradients; records routes into each stream's log. On the last stage, else [].
 
-    def accumulate_gradients(self, streams: Sequence[Stream], losses: Sequence[Loss], tokens: int) -> list[Any]:
+        replay: what each stream's routers must choose in this pass, and in no other. Raises RuntimeError, with layer,
+        microbatch and sample, where a router did not.
+        """
+        losses: list[Loss] = [lambda scores: (scores.logprobs.sum(), scores)] * len(streams)
+        return self._run(streams, losses, 1, replay, forward_only=True)
+
+    def accumulate_gradients(
+        self, streams: Sequence[Stream], losses: Sequence[Loss], tokens: int, replay: Sequence[Replay] | None = None
+    ) -> list[Any]:
         """Forward and backward of sum(losses); leaves reduced gradients for the optimizer. Results on the last stage, else [].
 
         tokens: real tokens of all streams over all data-parallel ranks. Megatron divides by it what we multiply by it, so
-        that load-balancing losses, which it counts a token, keep their weight.
+        that load-balancing losses, which it counts a token, keep their weight. replay: as in `score`.
         """
-        return self._run(streams, losses, tokens, forward_only=False)
+        return self._run(streams, losses, tokens, replay, forward_only=False)
 
-    def _run(self, streams: Sequence[Stream], losses: Sequence[Loss], scale: int, forward_only: bool) -> list[Any]:
-        for stream in streams:
-            stream.routes = RouteLog()
+    def _run(
+        self,
+        streams: Sequence[Stream],
+        losses: Sequence[Loss],
+        scale: int,
+        replay: Sequence[Replay] | None,
+        forward_only: bool,
+    ) -> list[Any]:
+        for stream, forced in zip(streams, replay or [None] * len(streams), strict=True):
+            stream.routes = RouteLog(forced)
         for chunk in self.chunks:
             chunk.train(not forward_only)
 
@@ -92,7 +106,9 @@ class MoEModel:
 
         pairs = list(zip(streams, losses, strict=True))
         longest = max(stream.size for stream in streams)
-        return run_microbatches(self.chunks, step, pairs, self.groups, longest=longest, forward_only=forward_only)
+        results = run_microbatches(self.chunks, step, pairs, self.groups, longest=longest, forward_only=forward_only)
+        check_replayed(streams, self.moe_layers)
+        return results
 
     def _forward(self, chunk: Any, stream: Stream) -> Any:
         return chunk(

@@ -1,11 +1,13 @@
-"""Which experts each token chose: recorded in the forward pass, held to in its recomputation.
+"""Which experts each token chose: recorded in the forward pass, held to in its recomputation, replayed where asked.
 
 A tap sits in each live router, where Megatron looks for a replay object, and is told by its layer which stream is passing.
-What it sees it writes into that stream's log, so a microbatch's routes can never be taken for another's: there is no queue
-and no registry. Layers are known by their place in the module tree; MTP heads are outside of it.
+What it sees it writes into that stream's log, and what it replays it takes from there, so a microbatch's routes can never be
+taken for another's: there is no queue and no registry. Layers are known by their place in the module tree; MTP heads are
+outside of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,59 +16,142 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.layer_map import moe_modules
+from models.routes import live_enough, refill
 from models.stream import Stream
 
 
-class RouteLog:
-    """The choices of one forward pass of one stream on this rank: its tensor rank's part of the tokens, its own layers.
+@dataclass(frozen=True)
+class Replay:
+    """Choices that one stream's pass must take, for this rank's part of the tokens and its MoE layers. Gates stay live.
 
-    `choice[layer]`: Int[T / tensor, K] expert ids, by 0-based model layer, ascending.
+    routes: [T / tensor, L here, K] ids, L in the order of the rank's MoE layers, valid (models.routes.first_fault); where
+    `unknown`, some entries are UNKNOWN and the live router chooses. keep_share: a forced expert is refused where its live
+    score is below this share of the live k-th best. What is unknown or refused is filled up from the live choice.
     """
 
-    def __init__(self) -> None:
-        self.choice: dict[int, Tensor] = {}
+    routes: Tensor
+    unknown: bool = False
+    keep_share: float | None = None
 
-    def stacked(self, layers: list[int]) -> Tensor:
-        """[T / tensor, len(layers), K]."""
-        if missing := [layer for layer in layers if layer not in self.choice]:
+
+@dataclass
+class RouteLog:
+    """What the routers did in one pass of one stream on this rank: its tensor rank's part of the tokens, its own layers.
+
+    By 0-based model layer: `choice` [T / tensor, K] expert ids as used, ascending. `live`: what the router itself would have
+    chosen in this pass (`choice` where nothing is replayed). Of a replay, `kept` [T / tensor, K]: the forced ids that were
+    used, `agreed` []: whether the router's own output has exactly those. `scores` [n, E] selection scores of the rows that
+    the stream observes, float32, and `bias` [E] the expert bias in them.
+    """
+
+    replay: Replay | None = None
+    choice: dict[int, Tensor] = field(default_factory=dict)
+    live: dict[int, Tensor] = field(default_factory=dict)
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    agreed: dict[int, Tensor] = field(default_factory=dict)
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    bias: dict[int, Tensor] = field(default_factory=dict)
+
+    def stacked(self, layers: Sequence[int], what: str = "choice") -> Tensor:
+        """[T / tensor, len(layers), K] of `choice` or `live`."""
+        found = getattr(self, what)
+        if missing := [layer for layer in layers if layer not in found]:
             raise RuntimeError(f"no routes were recorded on layers {missing}: the forward pass did not reach their routers")
-        return torch.stack([self.choice[layer] for layer in layers], dim=1)
+        return torch.stack([found[layer] for layer in layers], dim=1)
 
 
 class RouteTap:
     """One router's tap. Megatron calls `get_replay_topk` in place of its own top-k."""
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
+    def __init__(self, layer: int, place: int, router: Any) -> None:
+        self.layer, self.place = layer, place  # place: of the layer in Replay.routes
         self.layer_number: int | None = None  # Megatron writes its own number here
         self.stream: Stream | None = None
+        self._router = router
+        # where the softmax comes after top-k, routers select by logits
+        self._log_scale = router.score_function == "softmax" and not router.config.moe_router_pre_softmax
+
+    @property
+    def log(self) -> RouteLog | None:
+        return self.stream.routes if self.stream is not None else None
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         """scores [T / tensor, E] -> (scores of the chosen [., K], expert ids [., K])."""
-        log = self.stream.routes if self.stream is not None else None
+        log = self.log
         if log is None:
             return default(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.layer in log.choice:  # the same stream again: recomputation, which must repeat its forward's choice
             chosen = log.choice[self.layer]
             return scores.gather(1, chosen), chosen
-        _, chosen = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        # in order of expert number: top-k comes in another order without gradients, and gates would round differently
-        chosen = chosen.detach().sort(dim=-1).values
-        log.choice[self.layer] = chosen
+        with torch.no_grad():
+            _, live = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            # in order of expert number: top-k comes in another order without gradients, and gates would round differently
+            live = log.live[self.layer] = live.sort(dim=-1).values
+            chosen = log.choice[self.layer] = live if log.replay is None else self._replayed(log, scores, live)
+            if self.stream is not None and self.stream.observe is not None:
+                self._observe(log, scores, self.stream.observe)
         return scores.gather(1, chosen), chosen
+
+    def _replayed(self, log: RouteLog, scores: Tensor, live: Tensor) -> Tensor:
+        replay = log.replay
+        assert replay is not None
+        forced = replay.routes[:, self.place].to(torch.int64)
+        if forced.shape != live.shape:
+            raise RuntimeError(f"layer {self.layer}: routes for {tuple(forced.shape)} were given, {tuple(live.shape)} choose")
+        kept = forced >= 0
+        if replay.keep_share is not None:
+            kept &= live_enough(scores, live, forced, replay.keep_share, self._log_scale)
+        log.kept[self.layer] = kept
+        if replay.unknown or replay.keep_share is not None:
+            return refill(scores, live, forced, kept)
+        return forced
+
+    def _observe(self, log: RouteLog, scores: Tensor, rows: Tensor) -> None:
+        log.scores[self.layer] = scores[rows].float()
+        if self._router.expert_bias is not None:
+            log.bias[self.layer] = self._router.expert_bias.float().clone()
+
+    def check_used(self, module: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        """After the router ran: notes whether its map sends every token to its forced experts, and to K of them."""
+        log = self.log
+        if log is None or log.replay is None or self.layer not in log.kept:
+            return
+        routing_map = output[1]
+        forced, kept = log.replay.routes[:, self.place].to(torch.int64).clamp(min=0), log.kept[self.layer]
+        log.agreed[self.layer] = (routing_map.gather(1, forced) | ~kept).all(dim=1) & (routing_map.sum(1) == forced.shape[1])
+
+
+def check_replayed(streams: Sequence[Stream], layers: Sequence[int]) -> None:
+    """After a pass: every layer here used what it was given. Raises RuntimeError that names layer, microbatch and sample."""
+    for number, stream in enumerate(streams):
+        log = stream.routes
+        if log is None or log.replay is None:
+            continue
+        if missing := [layer for layer in layers if layer not in log.agreed]:
+            raise RuntimeError(
+                f"replay, microbatch {number}: layers {missing} were given routes, but their routers did not run"
+            )
+        agreed = torch.stack([log.agreed[layer] for layer in layers]) if layers else torch.ones(1, 1, dtype=torch.bool)
+        if not bool(agreed.all()):
+            place, row = (~agreed).nonzero()[0].tolist()
+            raise RuntimeError(
+                f"replay, layer {layers[place]}, microbatch {number}, {stream.describe(row)}: the router did not use the "
+                "experts that it was given"
+            )
 
 
 def install_taps(chunks: list[Any]) -> list[RouteTap]:
     """Puts a tap into every router of `chunks` (unwrapped models), in order of layers."""
     taps = []
-    for layer, module in moe_modules(chunks):
-        tap = RouteTap(layer)
+    for place, (layer, module) in enumerate(moe_modules(chunks)):
         router = module.mlp.router
+        tap = RouteTap(layer, place, router)
         router.router_replay = tap
         router._apply_expert_bias = partial(_count_load, router)
         router.attach_and_log_load_balancing_loss = partial(_attach, router, tap, router.attach_and_log_load_balancing_loss)
+        router.register_forward_hook(tap.check_used)
         module.register_forward_pre_hook(_notice_stream(tap), with_kwargs=True)
         taps.append(tap)
     return taps

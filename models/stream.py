@@ -28,7 +28,10 @@ class Stream(PackedSeqParams):
 
     tokens, row, position: Int[T], filler included. lengths: tokens of each sequence that enter in this pass.
     score_at: positions in the stream whose next-token distribution is asked for; targets: the tokens asked about.
-    cache: keys and values of earlier passes (generation), else None.
+    cache: keys and values of earlier passes (generation), else None. routes: the log of the pass that is on (or was last).
+    observe: this tensor rank's rows, counted within its part, whose selection scores the log keeps; None: no row.
+    samples: what each sequence is called in an error, such as its place in the rollout batch; part: this tensor rank's place
+    and the group's size.
     """
 
     def __init__(
@@ -42,13 +45,16 @@ class Stream(PackedSeqParams):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         cache: "KVCache | None" = None,
-        routes: "RouteLog | None" = None,
+        samples: Sequence[int] = (),
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__(qkv_format="sbhd")
         self.tokens, self.row, self.position = tokens, row, position
         self.lengths, self.filler = lengths, filler
         self.score_at, self.targets, self.temperature = score_at, targets, temperature
-        self.cache, self.routes = cache, routes
+        self.cache, self.samples, self.part = cache, samples, part
+        self.routes: RouteLog | None = None
+        self.observe: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -58,6 +64,25 @@ class Stream(PackedSeqParams):
     @property
     def real(self) -> int:
         return self.size - self.filler
+
+    @property
+    def first(self) -> int:
+        """Where this tensor rank's part of the tokens begins."""
+        return self.part[0] * (self.size // self.part[1])
+
+    @property
+    def size_here(self) -> int:
+        """Tokens of this tensor rank's part, filler included."""
+        return self.size // self.part[1]
+
+    def describe(self, row: int) -> str:
+        """A row of this tensor rank's part, for an error."""
+        at = self.first + row
+        if at >= self.real:
+            return f"filler token {at - self.real}"
+        sequence = int(self.row[at])
+        name = self.samples[sequence] if self.samples else sequence
+        return f"sample {name}, token {int(self.position[at])}"
 
     def padding_mask(self) -> Tensor | None:
         """[1, T], True on filler (Megatron 0.19.2's code reads True as padding, whatever its docstring says)."""
@@ -74,10 +99,14 @@ def pack_sequences(
     size: int,
     device: torch.device,
     temperature: float = 1.0,
+    *,
+    samples: Sequence[int] = (),
+    part: tuple[int, int] = (0, 1),
 ) -> Stream:
     """Sequences (prompt and response) to be scored: the last token of each is only a target and does not enter.
 
     size: T to fill up to, at least the tokens that enter. Every response token is scored, in order of the sequences.
+    samples and part: see Stream.
     """
     lengths = [len(s) - 1 for s in sequences]
     real = sum(lengths)
@@ -97,5 +126,14 @@ def pack_sequences(
     position.extend(range(filler))
     ints = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
     return Stream(
-        ints(tokens), ints(row), ints(position), lengths, filler, ints(score_at), ints(targets), temperature=temperature
+        ints(tokens),
+        ints(row),
+        ints(position),
+        lengths,
+        filler,
+        ints(score_at),
+        ints(targets),
+        temperature=temperature,
+        samples=samples,
+        part=part,
     )

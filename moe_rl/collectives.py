@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from moe_rl.drift.metrics import DriftSums
+from moe_rl.drift.sums import DriftSums
 from moe_rl.metrics import Metrics
 from parallel.groups import Groups
 

@@ -92,11 +92,35 @@ class AlgorithmSection(Section):
 
 
 class ReplaySection(Section):
-    mode: Literal["off"] = "off"
+    mode: Literal["off", "r2", "r3", "filtered"] = Field(
+        default="off",
+        description="r2: the update replays the routes of the old pass; r3: old pass and update replay the rollout's; "
+        "filtered: as replay.source, with a threshold",
+    )
+    source: Literal["r2", "r3"] = Field(default="r2", description="filtered: whose routes")
+    keep_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="filtered: a replayed expert stays while its live score is at least this share of the live k-th best",
+    )
 
 
 class DriftSection(Section):
     enabled: bool = Field(default=True, description="routes of the old and the update passes, compared by layer and minibatch")
+    scores_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of tokens whose routers' scores over all experts are kept, for router_kl, gate_shift and margin",
+    )
+    probe_every: NonNegativeInt = Field(
+        default=10,
+        description="steps between comparisons that need passes of their own (engine, noise, free, probe); 0: none",
+    )
+    probe_sequences: PositiveInt = Field(default=16, description="sequences in those passes")
+    trace_every: NonNegativeInt = Field(default=10, description="steps between trace files; 0: none")
+    trace_sequences: PositiveInt = Field(default=8, description="sequences a trace file holds, in each update")
 
 
 class SftSection(Section):
@@ -157,6 +181,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.minibatches={self.algorithm.minibatches}: must divide the batch of rollout.prompts="
                 f"{self.rollout.prompts} x rollout.responses={self.rollout.responses} = {self.rollout.batch} sequences"
+            )
+        if self.model.router_fusion and (self.replay.mode != "off" or self.drift.enabled):
+            reason = f"replay.mode={self.replay.mode}" if self.replay.mode != "off" else "drift.enabled=true"
+            raise ValueError(
+                f"model.router_fusion=true: the fused router chooses by itself and shows nothing, so {reason} would do "
+                "nothing, silently; set model.router_fusion=false"
             )
         if self.rollout.max_response_tokens >= self.model.max_positions:
             raise ValueError(

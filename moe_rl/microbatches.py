@@ -51,6 +51,8 @@ def cut(
                 size,
                 model.device,
                 temperature,
+                samples=part,
+                part=(model.groups.tensor.rank, model.groups.tensor.size),
             ),
         )
         for part, size in zip(packs, sizes, strict=True)

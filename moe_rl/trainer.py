@@ -11,7 +11,7 @@ from moe_rl.checkpoint import Progress
 from moe_rl.collectives import from_main, reduce_drift, reduce_metrics
 from moe_rl.config import RunConfig
 from moe_rl.data import ProblemOrder
-from moe_rl.drift.metrics import to_metrics
+from moe_rl.drift.sums import to_metrics
 from moe_rl.evaluation import evaluate_policy
 from moe_rl.metrics import Metrics
 from moe_rl.reference import Reference
@@ -36,7 +36,7 @@ class Trainer:
     def __init__(self, session: Session) -> None:
         self.session, self.config = session, session.config
         self.update = PolicyUpdate(
-            session.model, self.config.algorithm, self.config.rollout.temperature, self.config.drift.enabled
+            session.model, self.config.algorithm, self.config.rollout.temperature, self.config.drift, self.config.replay
         )
         self.order = ProblemOrder(session.task.train, self.config.run.seed, "train")
         self.progress = Progress(0, 0, 0, kl_coefficient=self.config.algorithm.kl_coefficient)
@@ -106,7 +106,7 @@ class Trainer:
         if self.session.tracker is not None and _due(self.config.tracking.rollouts_every, step):
             rundir.write_rollouts(self.config.directory, step, batch.rollouts)
         advantages, metrics = self.advantages(batch)
-        minibatches = self.update.prepare(batch.rollouts, advantages, self.config.run.seed, step)
+        minibatches = self.update.prepare(batch.rollouts, advantages, self.config.run.seed, step, batch.routes)
         with watch("old_logprobs"):
             self.update.score_old(minibatches)
         if self.reference is not None:
@@ -135,6 +135,7 @@ class Trainer:
             "train",
             step,
             watch,
+            routes=self.update.replay.replays_rollout,
         )
 
     def advantages(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
@@ -160,8 +161,10 @@ class Trainer:
         metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/grad_norm_max": max(norms)}
         if self.reference is not None:
             metrics["kl/coefficient"] = self.progress.kl_coefficient
-        drift = reduce_drift([update.drift for update in updates if update.drift is not None])
-        return metrics | to_metrics(drift, self.config.model.moe_layers)
+        for view in updates[0].drift:
+            drift = reduce_drift([update.drift[view] for update in updates])
+            metrics |= to_metrics(drift, self.config.model.moe_layers, "update", view or None)
+        return metrics
 
     def next_kl_coefficient(self, metrics: dict[str, float]) -> float:
         section, now = self.config.algorithm, self.progress.kl_coefficient

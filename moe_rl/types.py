@@ -37,7 +37,8 @@ class Response:
     """What an engine returns for one request.
 
     logprobs: of the distribution really sampled from (after temperature, top-k and top-p), one a token.
-    routes: [prompt + response - 1, L, K] expert ids of every token that entered the model (the last never does).
+    routes: [prompt + response - 1, L, K] expert ids of every token that entered the model (the last never does), of the MoE
+    layers that this rank's pipeline stage owns; -1 where the engine does not know. Small integers; they stay on the rank.
     """
 
     token_ids: list[int]

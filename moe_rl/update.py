@@ -9,14 +9,16 @@ from torch import Tensor
 
 from models.model import Loss, MoEModel, Scores
 from models.optimizer import Optimizer
-from models.routing import RouteLog
+from models.routing import Replay
 from moe_rl.algorithms import ALGORITHMS, Denominators, KLTerm, LossInputs, clip_range
 from moe_rl.batching import split_minibatches
-from moe_rl.config import AlgorithmSection
-from moe_rl.drift.metrics import DriftSums
+from moe_rl.config import AlgorithmSection, DriftSection, ReplaySection
+from moe_rl.drift.observe import Compared, PassRecord, RouteObserver
+from moe_rl.drift.sums import DriftSums
 from moe_rl.metrics import Metrics
 from moe_rl.microbatches import Microbatch, Scored, cut
 from moe_rl.reference import Reference
+from moe_rl.replay import ReplayPolicy, Routes, exchange_routes, spread_filler, stream_routes
 from moe_rl.types import Rollout
 
 
@@ -30,7 +32,9 @@ class Prepared:
     rollout_logprobs: Tensor  # [T]
     old_logprobs: Tensor | None = None  # [T], on the last stage
     ref_logprobs: Tensor | None = None
-    old_routes: RouteLog | None = None
+    rollout_routes: Tensor | None = None  # [T / tensor, L here, K]; where the engine recorded them
+    old: PassRecord | None = None
+    replay: Replay | None = None  # what the update must choose
 
 
 @dataclass
@@ -48,23 +52,38 @@ class Minibatch:
 
 @dataclass
 class Updated:
-    """One optimizer step. metrics: of this rank's last-stage share, None on other stages. drift: of its tokens and layers."""
+    """One optimizer step. metrics: of this rank's last-stage share, None on other stages. drift: by view, of its tokens and
+    layers; "" is the view of response tokens and the routes used."""
 
     metrics: Metrics | None
-    drift: DriftSums | None
+    drift: dict[str, DriftSums]
     grad_norm: float
 
 
 class PolicyUpdate:
     """Turns rollouts into minibatches and minibatches into optimizer steps. Every method is collective."""
 
-    def __init__(self, model: MoEModel, algorithm: AlgorithmSection, temperature: float, measure_drift: bool) -> None:
+    def __init__(
+        self,
+        model: MoEModel,
+        algorithm: AlgorithmSection,
+        temperature: float,
+        drift: DriftSection,
+        replay: ReplaySection,
+    ) -> None:
         self.model, self.algorithm, self.temperature = model, algorithm, temperature
-        self.measure_drift = measure_drift
+        self.drift, self.replay = drift, ReplayPolicy(replay)
+        self.observer = RouteObserver(model, drift.scores_share if drift.enabled else 0.0)
         self.loss, self.clip = ALGORITHMS[algorithm.name].loss, clip_range(algorithm)
 
-    def prepare(self, rollouts: Sequence[Rollout], advantages: Tensor, seed: int, step: int) -> list[Minibatch]:
-        """Cuts the batch into minibatches and microbatches; their shape is the same for every pass of the step."""
+    def prepare(
+        self, rollouts: Sequence[Rollout], advantages: Tensor, seed: int, step: int, routes: Routes | None = None
+    ) -> list[Minibatch]:
+        """Cuts the batch into minibatches and microbatches; their shape is the same for every pass of the step.
+
+        routes: what the engine recorded of the rollouts sampled here. Raises ValueError where replay needs one that is
+        missing or no valid choice.
+        """
         sequences = [Scored(r.prompt_ids, r.response.token_ids) for r in rollouts]
         minibatches = []
         for places in split_minibatches(len(rollouts), self.algorithm.minibatches, seed, step):
@@ -76,7 +95,26 @@ class PolicyUpdate:
                     sum(sequences[i].entering for i in places),
                 )
             )
+        parts = [part for minibatch in minibatches for part in minibatch.parts]
+        for part in parts:
+            self.observer.mark(part.microbatch.stream, step)
+        if routes is not None:
+            self._lay_out(parts, routes)
+        elif self.replay.replays_rollout:
+            raise ValueError("replay.mode=r3: the rollout engine recorded no routes")
         return minibatches
+
+    def _lay_out(self, parts: Sequence[Prepared], routes: Routes) -> None:
+        """Brings each sample's rollout routes to the ranks that train on it, laid out like the stream's tokens."""
+        model = self.model
+        mine = [i for part in parts for i in part.microbatch.members]
+        here = exchange_routes(routes, mine, model.groups, model.device)
+        for part in parts:
+            members = part.microbatch.members
+            if lacking := [i for i in members if i not in here]:
+                raise ValueError(f"rollout routes, sample {lacking[0]}: no rank has them")
+            stream, config = part.microbatch.stream, model.config
+            part.rollout_routes = stream_routes(stream, members, here, config.topk, config.experts, len(model.moe_layers))
 
     def _prepare(self, microbatch: Microbatch, rollouts: Sequence[Rollout], advantages: Tensor) -> Prepared:
         device, members = self.model.device, [rollouts[i].response for i in microbatch.members]
@@ -90,33 +128,45 @@ class PolicyUpdate:
 
     def score_old(self, minibatches: Sequence[Minibatch]) -> None:
         """Log-probabilities and routes under the weights that sampled: the baseline of ratios and of drift."""
-        for part, scores in self._score(minibatches):
-            part.old_routes = part.microbatch.stream.routes
+        parts = [part for minibatch in minibatches for part in minibatch.parts]
+        replay = [self._forced(part, part.rollout_routes) for part in parts] if self.replay.replays_rollout else None
+        for part, scores in self._score(parts, replay):
+            part.old = self.observer.record(part.microbatch.stream)
+            if self.replay.replays_old:
+                stream, experts = part.microbatch.stream, self.model.config.experts
+                part.replay = self._forced(part, spread_filler(stream, part.old.choice, experts))
+            elif replay is not None:
+                part.replay = self._forced(part, part.rollout_routes)
             if scores is not None:
                 part.old_logprobs = scores.logprobs
 
+    def _forced(self, part: Prepared, routes: Tensor | None) -> Replay:
+        assert routes is not None
+        return self.replay.of_stream(part.microbatch.stream, routes, self.model.moe_layers, self.model.config.experts)
+
     def score_reference(self, minibatches: Sequence[Minibatch], reference: Reference) -> None:
+        parts = [part for minibatch in minibatches for part in minibatch.parts]
         with reference.in_place():
-            for part, scores in self._score(minibatches):
+            for part, scores in self._score(parts):
                 if scores is not None:
                     part.ref_logprobs = scores.logprobs
 
-    def _score(self, minibatches: Sequence[Minibatch]) -> list[tuple[Prepared, Scores | None]]:
-        parts = [part for minibatch in minibatches for part in minibatch.parts]
-        scores = self.model.score([part.microbatch.stream for part in parts])
+    def _score(self, parts: Sequence[Prepared], replay: Sequence[Replay] | None = None) -> list[tuple[Prepared, Scores | None]]:
+        scores = self.model.score([part.microbatch.stream for part in parts], replay)
         return list(zip(parts, scores or [None] * len(parts), strict=True))
 
     def step(self, minibatch: Minibatch, optimizer: Optimizer, kl: KLTerm | None) -> Updated:
         """Forward, backward, optimizer step on one minibatch."""
         optimizer.zero_grad()
         losses = [self._loss(part, minibatch.denominators, kl) for part in minibatch.parts]
-        results = self.model.accumulate_gradients(minibatch.streams, losses, minibatch.tokens)
+        replay = [part.replay for part in minibatch.parts if part.replay is not None] or None
+        results = self.model.accumulate_gradients(minibatch.streams, losses, minibatch.tokens, replay)
         metrics = None
         if results:
             metrics = Metrics()
             for result in results:
                 metrics.merge(result)
-        drift = self._drift(minibatch) if self.measure_drift else None
+        drift = self._drift(minibatch) if self.drift.enabled else {}
         return Updated(metrics, drift, optimizer.step())
 
     def _loss(self, part: Prepared, denominators: Denominators, kl: KLTerm | None) -> Loss:
@@ -136,20 +186,12 @@ class PolicyUpdate:
 
         return loss
 
-    def _drift(self, minibatch: Minibatch) -> DriftSums:
-        """Old against new routes at the positions that predict a response token, one to one with its log-ratio."""
-        model, tensor = self.model, self.model.groups.tensor
-        layers, experts = model.config.moe_layers, model.config.experts
-        total = DriftSums.zeros(len(layers), experts, model.device)
-        if not model.moe_layers:
-            return total
-        places = [layers.index(layer) for layer in model.moe_layers]
+    def _drift(self, minibatch: Minibatch) -> dict[str, DriftSums]:
+        """Old against new routes, one to one with the log-ratios; under replay also what the routers themselves would do."""
+        pairs = []
         for part in minibatch.parts:
-            stream, old = part.microbatch.stream, part.old_routes
-            assert old is not None and stream.routes is not None
-            mask = torch.zeros(stream.size, dtype=torch.bool, device=model.device)
-            mask[stream.score_at] = True
-            here = mask.chunk(tensor.size)[tensor.rank]
-            measured = DriftSums.measure(old.stacked(model.moe_layers), stream.routes.stacked(model.moe_layers), here, experts)
-            total = total + measured.placed(places, len(layers))
-        return total
+            assert part.old is not None
+            stream = part.microbatch.stream
+            pairs.append(Compared(stream, part.old, self.observer.record(stream)))
+        views = ["", "prompt", *(["local"] if self.replay.source != "off" else [])]
+        return {view: self.observer.compare(pairs, view or None) for view in views}

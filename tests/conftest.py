@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from moe_rl.algorithms import LossInputs
 
 install_import_hook(
-    ["moe_rl.metrics", "moe_rl.algorithms", "moe_rl.advantages", "moe_rl.batching", "moe_rl.drift.metrics"],
+    [
+        "moe_rl.metrics",
+        "moe_rl.algorithms",
+        "moe_rl.advantages",
+        "moe_rl.batching",
+        "moe_rl.drift.metrics",
+        "moe_rl.drift.sums",
+        "models.routes",
+    ],
     "beartype.beartype",
 )
 torch.set_num_threads(1)

@@ -1,14 +1,17 @@
 """Prompts -> responses -> rewards: one rollout batch, the same on every rank in the end, whatever the layout."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from moe_rl.collectives import from_model_main, gather_over_data
+from moe_rl.replay import check_rollout_routes
 from moe_rl.rollouts.engine import Request, sample_seed
 from moe_rl.session import Session
 from moe_rl.stopwatch import Stopwatch
 from moe_rl.tasks import Score, score_response
-from moe_rl.types import Problem, Rollout, Sampling
+from moe_rl.types import Problem, Response, Rollout, Sampling
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Batch:
     rollouts: list[Rollout]
     scores: list[Score]
     tokens: int  # generated
+    routes: dict[int, Tensor] | None = None  # of the rollouts sampled on this data-parallel rank, of this stage's layers
 
 
 def collect(
@@ -28,15 +32,22 @@ def collect(
     purpose: str,
     step: int,
     watch: Stopwatch,
+    *,
+    routes: bool = False,
 ) -> Batch:
-    """Samples `responses` responses to each problem and scores them (collective). `purpose` and `step` seed the samples."""
+    """Samples `responses` responses to each problem and scores them (collective). `purpose` and `step` seed the samples.
+
+    routes: have the engine record them. Raises ValueError where it did not, or not rightly.
+    """
     groups, tokenizer = session.groups, session.tokenizer
     prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems]
     mine = range(len(problems) * responses)[groups.data.rank :: groups.data.size]
     seed = session.config.run.seed
     with watch("rollout"):
         requests = [Request(prompts[i // responses], sample_seed(seed, purpose, step, i)) for i in mine]
-        sampled = session.engine.generate(requests, sampling, routes=False)
+        sampled = session.engine.generate(requests, sampling, routes=routes)
+        kept = _take_routes(session, mine, requests, sampled) if routes else None
+        sampled = [replace(response, routes=None) for response in sampled]  # they are not for every rank
     with watch("reward"):
         texts = [tokenizer.decode(_without_stop(r.token_ids, sampling)) for r in sampled]
         scores = None
@@ -53,7 +64,24 @@ def collect(
         ]
         pairs = gather_over_data(list(zip(here, scores, strict=True)), groups)
     pairs.sort(key=lambda pair: pair[0].index)
-    return Batch([r for r, _ in pairs], [s for _, s in pairs], sum(len(r.response.token_ids) for r, _ in pairs))
+    return Batch([r for r, _ in pairs], [s for _, s in pairs], sum(len(r.response.token_ids) for r, _ in pairs), kept)
+
+
+def _take_routes(
+    session: Session, samples: Sequence[int], requests: Sequence[Request], responses: Sequence[Response]
+) -> dict[int, Tensor]:
+    model = session.model.config
+    return {
+        i: check_rollout_routes(
+            response.routes,
+            i,
+            len(request.prompt_ids) + len(response.token_ids) - 1,
+            session.model.moe_layers,
+            model.topk,
+            model.experts,
+        )
+        for i, request, response in zip(samples, requests, responses, strict=True)
+    }
 
 
 def _without_stop(token_ids: list[int], sampling: Sampling) -> list[int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from models.cache import KVCache
 from models.model import MoEModel
+from models.routes import UNKNOWN, compact
 from models.stream import FILLER_TOKEN, Stream
 from moe_rl.rollouts.engine import Request
 from moe_rl.rollouts.sampling import draw
@@ -133,11 +134,11 @@ class _Generation:
 
     def _empty_routes(self, longest: int) -> Tensor:
         config = self.model.config
-        shape = (len(self.sequences), longest, len(config.moe_layers), config.topk)
-        return torch.zeros(shape, dtype=torch.int32, device=self.model.device)
+        shape = (len(self.sequences), longest, len(self.model.moe_layers), config.topk)
+        return torch.full(shape, UNKNOWN, dtype=torch.int16, device=self.model.device)
 
     def _note_routes(self, stream: Stream) -> None:
-        """Writes this rank's part: its tensor rank's tokens, its layers."""
+        """Writes this rank's part: its tensor rank's tokens."""
         if self.routes is None or not self.live or not self.model.moe_layers:
             return
         assert stream.routes is not None
@@ -147,22 +148,21 @@ class _Generation:
         if end <= start:
             return
         chosen = stream.routes.stacked(self.model.moe_layers)[: end - start]
-        places = torch.tensor([self.model.config.moe_layers.index(layer) for layer in self.model.moe_layers])
         owner = torch.tensor(self.live, device=self.model.device)[stream.row[start:end]]
-        where = (owner[:, None], stream.position[start:end, None], places.to(self.model.device)[None])
-        self.routes[where] = chosen.to(torch.int32)
+        self.routes[owner, stream.position[start:end]] = chosen.to(self.routes.dtype)
 
     def _responses(self) -> list[Response]:
         routes = self.routes
-        if routes is not None and self.groups.model.size > 1 and len(self.sequences):
-            dist.all_reduce(routes, group=self.groups.model.group)  # every entry was written by one rank, the rest are 0
-        small = torch.uint8 if self.model.config.experts <= 256 else torch.int16
+        if routes is not None and self.groups.tensor.size > 1 and routes.numel():
+            whole = routes.int()  # gloo adds no int16
+            dist.all_reduce(whole, dist.ReduceOp.MAX, group=self.groups.tensor.group)  # one rank knows each entry
+            routes = whole
         return [
             Response(
                 token_ids=s.tokens[s.prompt :],
                 logprobs=s.logprobs,
                 finish_reason=s.finish,
-                routes=None if routes is None else routes[i, : len(s.tokens) - 1].to(small).cpu(),
+                routes=None if routes is None else compact(routes[i, : len(s.tokens) - 1], self.model.config.experts).cpu(),
             )
             for i, s in enumerate(self.sequences)
         ]

@@ -50,7 +50,7 @@ def _generate(runtime: Runtime, case: Case, sampling: Sampling, count: int = 11)
             seen = rows[:, 0] >= 0
             engine_routes = responses[order[j]].routes
             assert engine_routes is not None and len(engine_routes) == len(rows)
-            place = case.config.moe_layers.index(layer)
+            place = model.moe_layers.index(layer)
             wrong += int((engine_routes[:, place].long().sort(-1).values != rows)[seen].sum())
             routes += int(seen.sum())
         totals = torch.tensor([gap, -gap])

@@ -5,15 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_rl.drift.metrics import (
-    DriftSums,
-    change_sums,
-    dead_experts,
-    expert_load,
-    load_entropy,
-    max_violation,
-    to_metrics,
-)
+from moe_rl.drift.metrics import change_sums, dead_experts, expert_load, load_entropy, max_violation
+from moe_rl.drift.sums import DriftSums, to_metrics
 
 # Three tokens, two MoE layers, two of four experts.
 OLD = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [0, 3]], [[2, 3], [1, 2]]])
@@ -136,15 +129,17 @@ def test_load_entropy_does_not_correct_for_k_and_a_single_expert_is_even() -> No
 def test_no_tokens() -> None:
     nothing, none = torch.zeros(0, 2, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
     sums = DriftSums.measure(nothing, nothing, none, 4)
-    assert sums.vector().tolist() == [0.0] * (2 * 3 + 2 * 4)
+    assert sums.vector().tolist() == [0.0] * (2 * 9 + 2 * 4 + 2)
     assert to_metrics([sums], (0, 1)) == {}
-    assert DriftSums.measure(OLD, NEW, ~ALL, 4).vector().tolist() == [0.0] * 14
+    assert DriftSums.measure(OLD, NEW, ~ALL, 4).vector().tolist() == [0.0] * 28
 
 
 def test_measure_flattens_and_comes_back() -> None:
     sums = DriftSums.measure(OLD, NEW, ALL, 4)
     # New routes: layer 0: {0,1}, {0,2}, {0,1}: 3, 2, 1, 0. Layer 1: {0,2}, {0,3}, {1,2}: 2, 1, 2, 1.
-    assert sums.vector().tolist() == [1.5, 0.5, 2, 1, 3, 3, 3, 2, 1, 0, 2, 1, 2, 1]
+    # Jaccard: 1, 1/3, 0 and 1/3, 1, 1. No scores were given.
+    counted = [1.5, 0.5, 2, 1, pytest.approx(4 / 3), pytest.approx(7 / 3), 3, 3]
+    assert sums.vector().tolist() == [*counted, *[0] * 10, 3, 2, 1, 0, 2, 1, 2, 1, 0, 0]
     assert sums.vector().dtype == torch.float64
     again = DriftSums.from_vector(sums.vector(), layers=2, experts=4)
     assert torch.equal(again.vector(), sums.vector())
@@ -161,7 +156,7 @@ def test_microbatches_and_pipeline_stages_add_up_to_the_whole() -> None:
             part = DriftSums.measure(old[tokens][:, positions], new[tokens][:, positions], mask[tokens], 6)
             total = total + part.placed(positions, 5)
     assert torch.allclose(total.vector(), whole.vector(), atol=1e-12)
-    assert total.tokens.tolist() == [mask.sum().item()] * 5
+    assert total.sum_of("tokens").tolist() == [mask.sum().item()] * 5
     assert to_metrics([total], range(5)) == pytest.approx(to_metrics([whole], range(5)))
 
 
@@ -191,11 +186,11 @@ def test_metrics_by_hand() -> None:
     assert metrics["drift/load/max_violation/layer_12"] == pytest.approx(3 / 2 - 1)
     assert metrics["drift/load/max_violation/mean"] == pytest.approx(0.75)
     assert metrics["drift/load/dead_experts/layer_03"] == 1
-    assert metrics["drift/load/dead_experts/mean/minibatch_0"] == 2
     entropy = -sum(n / 8 * math.log(n / 8) for n in (4, 3, 1)) / math.log(4)
     assert metrics["drift/load/load_entropy/layer_03"] == pytest.approx(entropy)
-    # 5 quantities x (2 layers + mean) x (all + 2 minibatches)
-    assert len(metrics) == 45
+    assert metrics[f"{rate}/worst/minibatch_1"] == metrics[f"{rate}/layer_03/minibatch_1"]
+    # (3 rates + 3 of load) x (2 layers + mean + worst), and two of the rates in each of 2 minibatches; no scores, no more
+    assert len(metrics) == 6 * 4 + 2 * 2 * 4
     assert all(type(value) is float for value in metrics.values())
 
 

@@ -31,6 +31,12 @@ def stream_of(tokens: int = 4) -> Stream:
     return stream
 
 
+def tap_at(layer: int, **router: Any) -> RouteTap:
+    config = SimpleNamespace(moe_router_pre_softmax=router.pop("pre_softmax", False))
+    plain: dict[str, Any] = dict(score_function="softmax", expert_bias=None, config=config)
+    return RouteTap(layer, 0, SimpleNamespace(**plain | router))
+
+
 def topk(scores: Tensor, k: int, num_groups: int | None = None, group_topk: int | None = None) -> tuple[Tensor, Tensor]:
     return tuple(torch.topk(scores, k, dim=1))  # pyright: ignore[reportReturnType]
 
@@ -43,14 +49,14 @@ def pick(tap: RouteTap, stream: Stream | None, scores: Tensor) -> tuple[Tensor, 
 def test_the_choice_is_topk_in_order_of_expert_numbers() -> None:
     stream = stream_of(2)
     scores = torch.tensor([[0.1, 0.9, 0.3, 0.2], [0.8, 0.1, 0.2, 0.7]])
-    values, chosen = pick(RouteTap(3), stream, scores)
+    values, chosen = pick(tap_at(3), stream, scores)
     assert chosen.tolist() == [[1, 2], [0, 3]]
     torch.testing.assert_close(values, torch.tensor([[0.9, 0.3], [0.8, 0.7]]))
     assert stream.routes is not None and stream.routes.choice[3] is chosen
 
 
 def test_without_a_stream_nothing_is_changed_or_recorded() -> None:
-    values, chosen = pick(RouteTap(0), None, torch.tensor([[0.1, 0.9, 0.3, 0.8]]))
+    values, chosen = pick(tap_at(0), None, torch.tensor([[0.1, 0.9, 0.3, 0.8]]))
     assert chosen.tolist() == [[1, 3]]
     torch.testing.assert_close(values, torch.tensor([[0.9, 0.8]]))
 
@@ -60,7 +66,7 @@ def test_recomputation_repeats_its_forward_with_live_scores(seed: int) -> None:
     """Other logits come in the second time (case 9): same experts, values and gradient of the new scores (case 7)."""
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.randn(2, 4, 8, generator=generator)
-    tap, stream = RouteTap(0), stream_of()
+    tap, stream = tap_at(0), stream_of()
     chosen = pick(tap, stream, first)[1].clone()
     second.requires_grad_()
     values, again = pick(tap, stream, second)
@@ -75,7 +81,7 @@ def test_recomputation_repeats_its_forward_with_live_scores(seed: int) -> None:
 def test_a_streams_routes_are_never_anothers(seed: int) -> None:
     """Forward 0, 1, 2, then recomputation in another order, as pipelines do (case 8); and two layers of one stream."""
     scores = torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(seed))
-    taps, streams = [RouteTap(1), RouteTap(3)], [stream_of() for _ in range(3)]
+    taps, streams = [tap_at(1), tap_at(3)], [stream_of() for _ in range(3)]
     for stream, logits in zip(streams, scores, strict=True):
         for layer, tap in enumerate(taps):
             pick(tap, stream, logits[layer])

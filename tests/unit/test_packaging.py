@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("moe_rl", "models", "parallel")
-PURE = ("algorithms", "advantages", "metrics", "batching", "drift/metrics", "tasks")
+PURE = ("algorithms", "advantages", "metrics", "batching", "drift/metrics", "drift/sums", "tasks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

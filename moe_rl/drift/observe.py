@@ -1,0 +1,122 @@
+"""What routers did in a pass, kept small, and two passes over the same streams compared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.model import MoEModel
+from models.routes import compact
+from models.stream import Stream
+from moe_rl.drift.metrics import ScoreKind, flipped, gate_log_distribution, margin
+from moe_rl.drift.sums import DriftSums, ScoredRows
+
+# Knuth's multiplicative hash: which tokens are observed depends on what they are, not on the layout
+_HASH = 2654435761
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One pass of one stream on this rank. choice, live: [T / tensor, L here, K], ids ascending, as used and as the router
+    itself would choose. gates [n, L here, E] (log p) and margins [n, L here] are of the rows that the stream observes."""
+
+    choice: Tensor
+    live: Tensor
+    gates: Tensor | None = None
+    margins: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A stream with two passes over it."""
+
+    stream: Stream
+    old: PassRecord
+    new: PassRecord
+
+
+class RouteObserver:
+    """Records and compares passes of one model."""
+
+    def __init__(self, model: MoEModel, scores_share: float) -> None:
+        config = model.config
+        self.model, self.layers, self.scores_share = model, config.moe_layers, scores_share
+        self.places = [config.moe_layers.index(layer) for layer in model.moe_layers]
+        self.kind: ScoreKind = (
+            "sigmoid" if config.router_score == "sigmoid" else "probabilities" if config.router_pre_softmax else "logits"
+        )
+
+    def mark(self, stream: Stream, step: int, share: float | None = None) -> None:
+        """Chooses the rows whose scores the passes over this stream keep: by step, sample and position."""
+        share = self.scores_share if share is None else share
+        if not share or not self.model.moe_layers:
+            stream.observe = None
+            return
+        rows = torch.arange(stream.first, stream.first + stream.size_here, device=stream.tokens.device)
+        names = torch.tensor([*stream.samples, 0], device=rows.device)  # one more for filler
+        key = (names[stream.row[rows]] + 1) * 1_000_003 + stream.position[rows] * 31 + step * 7919
+        wanted = ((key * _HASH) % 2**32 >= round((1 - share) * 2**32)) & (rows < stream.real)
+        stream.observe = wanted.nonzero()[:, 0]
+
+    def record(self, stream: Stream) -> PassRecord:
+        """Of the pass that the stream went through last."""
+        log, layers, config = stream.routes, self.model.moe_layers, self.model.config
+        assert log is not None
+        if not layers:
+            nothing = torch.zeros(stream.size_here, 0, config.topk, dtype=torch.uint8, device=self.model.device)
+            return PassRecord(nothing, nothing)
+        choice = compact(log.stacked(layers), config.experts)
+        live = choice if log.replay is None else compact(log.stacked(layers, "live"), config.experts)
+        if stream.observe is None:
+            return PassRecord(choice, live)
+        scores = torch.stack([log.scores[layer] for layer in layers], dim=1)
+        bias = torch.stack([log.bias[layer] for layer in layers]) if log.bias else None
+        gates = gate_log_distribution(scores, self.kind, bias)
+        return PassRecord(choice, live, gates, margin(scores, live[stream.observe], config.router_groups))
+
+    def compare(self, pairs: Sequence[Compared], view: str | None = None) -> DriftSums:
+        """Sums over the response tokens of all pairs, of this rank's tokens and layers (collective over the pipeline).
+
+        A response token is counted where its log-probability is decided: at the position before it. view: "prompt" for the
+        other positions, "local" for the routers' own choices instead of the used ones.
+        """
+        experts = self.model.config.experts
+        total = DriftSums.zeros(len(self.layers), experts, self.model.device)
+        anywhere = []
+        for pair in pairs:
+            old, new = (r.live if view == "local" else r.choice for r in (pair.old, pair.new))
+            mask = _mask(pair.stream, prompt=view == "prompt")
+            anywhere.append(flipped(old, new).any(dim=1)[mask])
+            if self.places:
+                scored = _scored(pair, old, mask)
+                total = total + DriftSums.measure(old, new, mask, experts, scored).placed(self.places, len(self.layers))
+        return total.with_any(self._on_any_stage(torch.cat(anywhere)))
+
+    def _on_any_stage(self, flips: Tensor) -> Tensor:
+        """Tokens that flipped on a layer of any stage; on the first stage alone, so that they are counted once."""
+        pipeline = self.model.groups.pipeline
+        if pipeline.size == 1:
+            return flips
+        whole = flips.to(torch.uint8)
+        dist.all_reduce(whole, dist.ReduceOp.MAX, group=pipeline.group)
+        return whole.bool() if pipeline.rank == 0 else flips[:0]
+
+
+def _mask(stream: Stream, *, prompt: bool) -> Tensor:
+    """[T / tensor] of this tensor rank's part."""
+    whole = torch.zeros(stream.size, dtype=torch.bool, device=stream.tokens.device)
+    whole[stream.score_at] = True
+    if prompt:
+        whole = ~whole
+        whole[stream.real :] = False
+    return whole[stream.first : stream.first + stream.size_here]
+
+
+def _scored(pair: Compared, old_routes: Tensor, mask: Tensor) -> ScoredRows | None:
+    rows = pair.stream.observe
+    if rows is None or pair.old.gates is None or pair.new.gates is None or pair.old.margins is None:
+        return None
+    seen = mask[rows]
+    return ScoredRows(pair.old.gates[seen], pair.new.gates[seen], old_routes[rows[seen]], pair.old.margins[seen])

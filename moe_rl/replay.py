@@ -1,0 +1,123 @@
+"""Whose routes are replayed where: off, r2, r3, filtered. And how rollout routes reach the ranks that replay them.
+
+r2: the update replays what the trainer's own old-log-probability pass chose. r3: that pass and the update replay what the
+rollout engine chose (arXiv 2510.11370). filtered: either, but a replayed expert is kept only while its live score is at least
+`keep_share` of the live k-th best. Only the policy's passes replay: never a reference's.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.routes import UNKNOWN, compact, filler_routes, first_fault
+from models.routing import Replay
+from models.stream import Stream
+from moe_rl.collectives import gather_over_data
+from moe_rl.config import ReplaySection
+from parallel.groups import Groups
+
+# Rollout index -> [prompt + response - 1, L of this pipeline stage, K] expert ids; -1 where unknown
+Routes = Mapping[int, Tensor]
+
+
+class ReplayPolicy:
+    """What `replay:` says, asked by the passes of a step."""
+
+    def __init__(self, section: ReplaySection) -> None:
+        self.source = section.source if section.mode == "filtered" else section.mode
+        self.keep_share = section.keep_share if section.mode == "filtered" else None
+
+    @property
+    def replays_rollout(self) -> bool:
+        """r3: the old-log-probability pass and the update take the engine's routes."""
+        return self.source == "r3"
+
+    @property
+    def replays_old(self) -> bool:
+        """r2: the update takes the routes of the old-log-probability pass."""
+        return self.source == "r2"
+
+    def of_stream(self, stream: Stream, routes: Tensor, layers: Sequence[int], experts: int) -> Replay:
+        """routes: [T / tensor, L here, K] of this rank's part; filler rows are written over. Raises ValueError, with layer
+        and sample, for what is no valid choice."""
+        unknown = routes.dtype != torch.uint8 and bool((routes < 0).any())
+        if fault := first_fault(routes, experts, unknown=True):
+            raise ValueError(f"replayed routes, layer {layers[fault.layer]}, {stream.describe(fault.row)}: {fault.text}")
+        return Replay(routes, unknown=unknown, keep_share=self.keep_share)
+
+
+def check_rollout_routes(
+    routes: Tensor | None, sample: int, tokens: int, layers: Sequence[int], topk: int, experts: int
+) -> Tensor:
+    """The routes that an engine returned for one sample, sorted and small. Raises ValueError, with the sample, for a missing
+    route, a wrong count or shape, an id out of range or twice, or ids that are all 0 (an engine that records nothing)."""
+    where = f"rollout routes, sample {sample}"
+    if routes is None:
+        raise ValueError(f"{where}: the engine returned none; replay needs them: set replay.mode=off or r2")
+    wanted = (tokens, len(layers), topk)
+    if tuple(routes.shape) != wanted:
+        raise ValueError(
+            f"{where}: shape {tuple(routes.shape)}, must be {wanted}: prompt + response - 1 tokens, layers, experts"
+        )
+    if fault := first_fault(routes, experts, unknown=True):
+        raise ValueError(f"{where}, token {fault.row}, layer {layers[fault.layer]}: {fault.text}")
+    known = routes.to(torch.int16).sort(dim=-1).values
+    return compact(torch.where((known < 0).any(dim=-1, keepdim=True), UNKNOWN, known), experts)  # a row is known or not
+
+
+def exchange_routes(held: Routes, wanted: Sequence[int], groups: Groups, device: torch.device) -> dict[int, Tensor]:
+    """From the data-parallel ranks that sampled to those that train on the sample: each gets the samples that it wants, of its
+    own layers (collective over the data axis, among ranks of the same stage). Travels as uint8, or int16 with unknown ones."""
+    held = {i: routes for i, routes in held.items()}
+    small = all(routes.dtype == torch.uint8 for routes in held.values())
+    plans = gather_over_data([({i: tuple(r.shape) for i, r in held.items()}, list(wanted), small)], groups)
+    if groups.data.size == 1:
+        return {i: held[i].to(device) for i in wanted}
+    dtype = torch.uint8 if all(plan[2] for plan in plans) else torch.int16
+    shapes = {i: shape for plan in plans for i, shape in plan[0].items()}
+    asked = [[i for i in plan[1] if i in held] for plan in plans]
+    given = [[i for i in wanted if i in plan[0]] for plan in plans]
+    send = [_bytes([held[i] for i in part], dtype, device) for part in asked]
+    lengths = [sum(_numel(shapes[i]) for i in part) * dtype.itemsize for part in given]
+    out = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(out, torch.cat(send), lengths, [len(part) for part in send], group=groups.data.group)
+    found, at = {}, 0
+    for i in (i for part in given for i in part):
+        size = _numel(shapes[i]) * dtype.itemsize
+        found[i] = out[at : at + size].clone().view(dtype).view(shapes[i])
+        at += size
+    return found
+
+
+def stream_routes(stream: Stream, members: Sequence[int], routes: Routes, topk: int, experts: int, layers: int) -> Tensor:
+    """The members' routes laid out like the stream's tokens, filler spread over all experts: this tensor rank's part,
+    [T / tensor, L, K]."""
+    filler = filler_routes(stream.filler, topk, experts)[:, None].expand(-1, layers, -1).to(stream.tokens.device)
+    parts = [routes[i] for i in members]
+    dtype = next((part.dtype for part in parts if part.dtype != torch.uint8), compact(filler, experts).dtype)
+    whole = torch.cat([part.to(dtype) for part in (*parts, filler)])
+    return whole[stream.first : stream.first + stream.size_here]
+
+
+def spread_filler(stream: Stream, routes: Tensor, experts: int) -> Tensor:
+    """Recorded routes with what filler chose replaced: evenly over all experts, distinct in each row."""
+    real = max(0, min(stream.real - stream.first, stream.size_here))
+    if real < len(routes):
+        routes = routes.clone()
+        rows = filler_routes(len(routes) - real, routes.shape[2], experts, stream.first + real)
+        routes[real:] = rows[:, None].to(routes)
+    return routes
+
+
+def _bytes(routes: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    parts = [part.to(device, dtype).contiguous().view(-1).view(torch.uint8) for part in routes]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
