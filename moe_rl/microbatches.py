@@ -1,11 +1,16 @@
-"""A minibatch's sequences as streams: this data-parallel rank's share, cut by a token budget."""
+"""A minibatch's sequences as streams: this data-parallel rank's share, cut by a token budget; and what its loss needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from models.model import MoEModel
+from models.routing import Replay
 from models.stream import Stream, pack_sequences
+from moe_rl.algorithms import Denominators
 from moe_rl.batching import assign_to_ranks, pack
+from moe_rl.drift.observe import PassRecord
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,38 @@ class Microbatch:
     stream: Stream
 
 
+@dataclass
+class Prepared:
+    """A microbatch with what its loss needs beside the live log-probabilities. T its response tokens, B its sequences."""
+
+    microbatch: Microbatch
+    advantages: Tensor  # [B]
+    sequence: Tensor  # [T], which of the B
+    rollout_logprobs: Tensor  # [T]
+    old_logprobs: Tensor | None = None  # [T], on the last stage
+    ref_logprobs: Tensor | None = None
+    rollout_routes: Tensor | None = None  # [T / tensor, L here, K]; where the engine recorded them
+    old: PassRecord | None = None
+    replay: Replay | None = None  # what the update must choose
+    train_logprobs: Tensor | None = None  # [T] of the last update, on the last stage
+    new: PassRecord | None = None  # its routers
+
+
+@dataclass
+class Minibatch:
+    """What one optimizer step sees of this rank's share. places: of all its sequences in the rollout batch, on all ranks.
+    tokens: that enter the model, on all data-parallel ranks."""
+
+    places: list[int]
+    parts: list[Prepared]
+    denominators: Denominators
+    tokens: int
+
+    @property
+    def streams(self) -> list[Stream]:
+        return [part.microbatch.stream for part in self.parts]
+
+
 def cut(
     model: MoEModel, sequences: Sequence[Scored], places: Sequence[int], budget: int, temperature: float = 1.0
 ) -> list[Microbatch]:
@@ -38,7 +75,13 @@ def cut(
     """
     data = model.groups.data
     share = assign_to_ranks([sequences[i].entering for i in places], data.size)[data.rank]
-    mine = [places[i] for i in share]
+    return pack_here(model, sequences, [places[i] for i in share], budget, temperature)
+
+
+def pack_here(
+    model: MoEModel, sequences: Sequence[Scored], mine: Sequence[int], budget: int, temperature: float = 1.0
+) -> list[Microbatch]:
+    """The sequences `mine`, wherever a rank has its own from, cut by the budget; otherwise as `cut`."""
     packs = [[mine[i] for i in part] for part in pack([sequences[i].entering for i in mine], budget)]
     packs += [[] for _ in range(model.microbatch_count(len(packs)) - len(packs))]
     sizes = model.stream_sizes([sum(sequences[i].entering for i in part) for part in packs])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float64
 from torch import Tensor
 
 from models.routes import UNKNOWN, compact, filler_routes, first_fault
@@ -109,6 +110,43 @@ def spread_filler(stream: Stream, routes: Tensor, experts: int) -> Tensor:
         rows = filler_routes(len(routes) - real, routes.shape[2], experts, stream.first + real)
         routes[real:] = rows[:, None].to(routes)
     return routes
+
+
+# What is counted of a replayed pass, in this order: of all slots, those that the engine did not know, those refused by the
+# threshold, and those kept that the live router would not have chosen
+_COUNTS = ("slots", "unknown", "refused", "stale")
+
+
+def count_replayed(stream: Stream, layers: Sequence[int]) -> Float64[Tensor, "4 L"]:
+    """Of the real tokens of the replayed pass that the stream went through last, by MoE layer of this rank."""
+    log = stream.routes
+    assert log is not None and log.replay is not None
+    real = max(0, min(stream.real - stream.first, stream.size_here))
+    counts = torch.zeros(len(_COUNTS), len(layers), dtype=torch.float64, device=stream.tokens.device)
+    for place, layer in enumerate(layers):
+        forced = log.replay.routes[:real, place].to(torch.int64)
+        kept, live = log.kept[layer][:real], log.live[layer][:real]
+        stale = kept & ~(forced[:, :, None] == live[:, None, :]).any(dim=-1)
+        unknown = forced < 0
+        counts[:, place] = torch.stack(
+            [unknown.new_tensor(forced.numel(), dtype=torch.int64), unknown.sum(), (~kept & ~unknown).sum(), stale.sum()]
+        )
+    return counts
+
+
+def replay_metrics(updates: Sequence[Float64[Tensor, "4 L"]], layers: Sequence[int]) -> dict[str, float]:
+    """Reduced counts of a step's updates -> `replay/...`. Update i is i optimizer steps away from the weights that sampled."""
+    total = torch.stack(list(updates)).sum(0)
+    slots = total[0].clamp(min=1)
+    metrics = {}
+    for name in ("unknown", "refused"):
+        shares = (total[_COUNTS.index(name)] / slots).tolist()
+        metrics |= {f"replay/{name}_fraction/layer_{layer:02d}": share for layer, share in zip(layers, shares, strict=True)}
+        metrics[f"replay/{name}_fraction/mean"] = sum(shares) / max(len(shares), 1)
+    for age, counts in enumerate(updates):
+        kept = counts[0] - counts[1] - counts[2]
+        metrics[f"replay/stale_fraction/age_{age}"] = float(counts[3].sum() / kept.sum().clamp(min=1))
+    return metrics
 
 
 def _bytes(routes: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,15 +11,18 @@ from moe_rl.checkpoint import Progress
 from moe_rl.collectives import from_main, reduce_drift, reduce_metrics
 from moe_rl.config import RunConfig
 from moe_rl.data import ProblemOrder
+from moe_rl.drift.instruments import Instruments, Look
 from moe_rl.drift.sums import to_metrics
 from moe_rl.evaluation import evaluate_policy
 from moe_rl.metrics import Metrics
 from moe_rl.reference import Reference
+from moe_rl.replay import replay_metrics
 from moe_rl.rollouts.collect import Batch, collect, reward_metrics
 from moe_rl.session import Session, opened
 from moe_rl.sft import supervise
 from moe_rl.stopwatch import Stopwatch
 from moe_rl.tracking import Phase
+from moe_rl.types import Rollout
 from moe_rl.update import Minibatch, PolicyUpdate, Updated
 
 
@@ -37,6 +40,9 @@ class Trainer:
         self.session, self.config = session, session.config
         self.update = PolicyUpdate(
             session.model, self.config.algorithm, self.config.rollout.temperature, self.config.drift, self.config.replay
+        )
+        self.instruments = Instruments(
+            self.update, self.config.drift, self.config.algorithm.microbatch_tokens, self.config.directory
         )
         self.order = ProblemOrder(session.task.train, self.config.run.seed, "train")
         self.progress = Progress(0, 0, 0, kl_coefficient=self.config.algorithm.kl_coefficient)
@@ -101,20 +107,24 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One rollout batch and its updates."""
-        watch = Stopwatch()
-        batch = self.rollout(step, watch)
+        watch, look = Stopwatch(), self.instruments.plan(step)
+        batch = self.rollout(step, watch, routes=self.update.replay.replays_rollout or look.close)
         if self.session.tracker is not None and _due(self.config.tracking.rollouts_every, step):
             rundir.write_rollouts(self.config.directory, step, batch.rollouts)
         advantages, metrics = self.advantages(batch)
         minibatches = self.update.prepare(batch.rollouts, advantages, self.config.run.seed, step, batch.routes)
+        self.instruments.mark(minibatches, look)
         with watch("old_logprobs"):
             self.update.score_old(minibatches)
+        with watch("drift"):
+            metrics |= self.instruments.before_updates(minibatches, batch.rollouts, look)
         if self.reference is not None:
             with watch("reference"):
                 self.update.score_reference(minibatches, self.reference)
         lr = self.optimizer.lr
-        with watch("update"):
-            updates = self.update_policy(minibatches)
+        updates, found = self.update_policy(minibatches, batch.rollouts, look, watch)
+        with watch("drift"):
+            metrics |= found | self.instruments.after_updates(look)
         metrics |= reward_metrics(batch) | self.update_metrics(updates) | {"optimizer/lr": lr}
         self.progress = Progress(
             step=step,
@@ -125,7 +135,7 @@ class Trainer:
         times = watch.metrics()
         return metrics | times | {"time/rollout_tokens_per_second": batch.tokens / times["time/rollout_seconds"]}
 
-    def rollout(self, step: int, watch: Stopwatch) -> Batch:
+    def rollout(self, step: int, watch: Stopwatch, *, routes: bool) -> Batch:
         section = self.config.rollout
         return collect(
             self.session,
@@ -135,7 +145,7 @@ class Trainer:
             "train",
             step,
             watch,
-            routes=self.update.replay.replays_rollout,
+            routes=routes,
         )
 
     def advantages(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
@@ -144,10 +154,23 @@ class Trainer:
         advantages, metrics = group_advantages(rewards, group, std=self.config.algorithm.advantage_std)
         return advantages, metrics.means()
 
-    def update_policy(self, minibatches: list[Minibatch]) -> list[Updated]:
+    def update_policy(
+        self, minibatches: list[Minibatch], rollouts: list[Rollout], look: Look, watch: Stopwatch
+    ) -> tuple[list[Updated], dict[str, float]]:
+        """One optimizer step a minibatch and epoch, and what the instruments saw around them."""
         section = self.config.algorithm
         kl = KLTerm(section.kl_estimator, self.progress.kl_coefficient) if self.reference is not None else None
-        return [self.update.step(minibatch, self.optimizer, kl) for _ in range(section.epochs) for minibatch in minibatches]
+        updates: list[Updated] = []
+        found: dict[str, float] = {}
+        for number, minibatch in enumerate(minibatches * section.epochs):
+            last = number == section.epochs * len(minibatches) - 1
+            with watch("drift"):
+                other = self.instruments.before_update(minibatch, rollouts, look, last)
+            with watch("update"):
+                updates.append(self.update.step(minibatch, self.optimizer, kl))
+            with watch("drift"):
+                found |= self.instruments.after_update(minibatch, rollouts, look, number, other)
+        return updates, found
 
     def update_metrics(self, updates: list[Updated]) -> dict[str, float]:
         """Sums of all updates reduced over ranks, then divided."""
@@ -161,6 +184,10 @@ class Trainer:
         metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/grad_norm_max": max(norms)}
         if self.reference is not None:
             metrics["kl/coefficient"] = self.progress.kl_coefficient
+        if replayed := [update.replayed for update in updates if update.replayed is not None]:
+            counts = torch.stack(replayed)
+            torch.distributed.all_reduce(counts)
+            metrics |= replay_metrics(list(counts), self.config.model.moe_layers)
         for view in updates[0].drift:
             drift = reduce_drift([update.drift[view] for update in updates])
             metrics |= to_metrics(drift, self.config.model.moe_layers, "update", view or None)

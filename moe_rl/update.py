@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,41 +12,13 @@ from models.routing import Replay
 from moe_rl.algorithms import ALGORITHMS, Denominators, KLTerm, LossInputs, clip_range
 from moe_rl.batching import split_minibatches
 from moe_rl.config import AlgorithmSection, DriftSection, ReplaySection
-from moe_rl.drift.observe import Compared, PassRecord, RouteObserver
+from moe_rl.drift.observe import Compared, RouteObserver
 from moe_rl.drift.sums import DriftSums
 from moe_rl.metrics import Metrics
-from moe_rl.microbatches import Microbatch, Scored, cut
+from moe_rl.microbatches import Microbatch, Minibatch, Prepared, Scored, cut
 from moe_rl.reference import Reference
-from moe_rl.replay import ReplayPolicy, Routes, exchange_routes, spread_filler, stream_routes
+from moe_rl.replay import ReplayPolicy, Routes, count_replayed, exchange_routes, spread_filler, stream_routes
 from moe_rl.types import Rollout
-
-
-@dataclass
-class Prepared:
-    """A microbatch with what its loss needs beside the live log-probabilities. T its response tokens, B its sequences."""
-
-    microbatch: Microbatch
-    advantages: Tensor  # [B]
-    sequence: Tensor  # [T], which of the B
-    rollout_logprobs: Tensor  # [T]
-    old_logprobs: Tensor | None = None  # [T], on the last stage
-    ref_logprobs: Tensor | None = None
-    rollout_routes: Tensor | None = None  # [T / tensor, L here, K]; where the engine recorded them
-    old: PassRecord | None = None
-    replay: Replay | None = None  # what the update must choose
-
-
-@dataclass
-class Minibatch:
-    """What one optimizer step sees of this rank's share. tokens: that enter the model, on all data-parallel ranks."""
-
-    parts: list[Prepared]
-    denominators: Denominators
-    tokens: int
-
-    @property
-    def streams(self) -> list[Any]:
-        return [part.microbatch.stream for part in self.parts]
 
 
 @dataclass
@@ -58,6 +29,7 @@ class Updated:
     metrics: Metrics | None
     drift: dict[str, DriftSums]
     grad_norm: float
+    replayed: Tensor | None = None  # [4, L] counts (see moe_rl.replay), zeros for layers that are not here
 
 
 class PolicyUpdate:
@@ -90,16 +62,14 @@ class PolicyUpdate:
             microbatches = cut(self.model, sequences, places, self.algorithm.microbatch_tokens, self.temperature)
             minibatches.append(
                 Minibatch(
+                    places,
                     [self._prepare(m, rollouts, advantages) for m in microbatches],
                     Denominators(len(places), sum(len(sequences[i].response_ids) for i in places)),
                     sum(sequences[i].entering for i in places),
                 )
             )
-        parts = [part for minibatch in minibatches for part in minibatch.parts]
-        for part in parts:
-            self.observer.mark(part.microbatch.stream, step)
         if routes is not None:
-            self._lay_out(parts, routes)
+            self._lay_out([part for minibatch in minibatches for part in minibatch.parts], routes)
         elif self.replay.replays_rollout:
             raise ValueError("replay.mode=r3: the rollout engine recorded no routes")
         return minibatches
@@ -167,24 +137,28 @@ class PolicyUpdate:
             for result in results:
                 metrics.merge(result)
         drift = self._drift(minibatch) if self.drift.enabled else {}
-        return Updated(metrics, drift, optimizer.step())
+        return Updated(metrics, drift, optimizer.step(), self._replayed(minibatch) if replay else None)
 
     def _loss(self, part: Prepared, denominators: Denominators, kl: KLTerm | None) -> Loss:
         def loss(scores: Scores) -> tuple[Tensor, Metrics]:
-            assert part.old_logprobs is not None
-            inputs = LossInputs(
-                train_logprobs=scores.logprobs,
-                old_logprobs=part.old_logprobs,
-                advantages=part.advantages,
-                sequence=part.sequence,
-                mask=torch.ones_like(part.sequence, dtype=torch.bool),
-                ref_logprobs=part.ref_logprobs,
-                rollout_logprobs=part.rollout_logprobs,
-                entropy=scores.entropy.detach(),
-            )
-            return self.loss(inputs, self.clip, denominators, kl)
+            part.train_logprobs = scores.logprobs.detach()
+            return self.loss(_loss_inputs(part, scores.logprobs, scores.entropy.detach()), self.clip, denominators, kl)
 
         return loss
+
+    def gradient_cut(self, part: Prepared, denominators: Denominators) -> Tensor:
+        """[T] tokens from which the loss (without its KL term) took the gradient in the last update. On the last stage."""
+        assert part.train_logprobs is not None
+        leaf = part.train_logprobs.clone().requires_grad_()
+        value, _ = self.loss(_loss_inputs(part, leaf), self.clip, denominators, None)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        return (gradient == 0) & (part.advantages[part.sequence] != 0)
+
+    def _replayed(self, minibatch: Minibatch) -> Tensor:
+        counts = torch.stack([count_replayed(stream, self.model.moe_layers) for stream in minibatch.streams]).sum(0)
+        whole = counts.new_zeros(len(counts), len(self.observer.layers))
+        whole[:, self.observer.places] = counts
+        return whole
 
     def _drift(self, minibatch: Minibatch) -> dict[str, DriftSums]:
         """Old against new routes, one to one with the log-ratios; under replay also what the routers themselves would do."""
@@ -192,6 +166,21 @@ class PolicyUpdate:
         for part in minibatch.parts:
             assert part.old is not None
             stream = part.microbatch.stream
-            pairs.append(Compared(stream, part.old, self.observer.record(stream)))
+            part.new = self.observer.record(stream)
+            pairs.append(Compared(stream, part.old, part.new))
         views = ["", "prompt", *(["local"] if self.replay.source != "off" else [])]
         return {view: self.observer.compare(pairs, view or None) for view in views}
+
+
+def _loss_inputs(part: Prepared, train_logprobs: Tensor, entropy: Tensor | None = None) -> LossInputs:
+    assert part.old_logprobs is not None
+    return LossInputs(
+        train_logprobs=train_logprobs,
+        old_logprobs=part.old_logprobs,
+        advantages=part.advantages,
+        sequence=part.sequence,
+        mask=torch.ones_like(part.sequence, dtype=torch.bool),
+        ref_logprobs=part.ref_logprobs,
+        rollout_logprobs=part.rollout_logprobs,
+        entropy=entropy,
+    )

@@ -48,17 +48,18 @@ class RouteObserver:
             "sigmoid" if config.router_score == "sigmoid" else "probabilities" if config.router_pre_softmax else "logits"
         )
 
-    def mark(self, stream: Stream, step: int, share: float | None = None) -> None:
-        """Chooses the rows whose scores the passes over this stream keep: by step, sample and position."""
-        share = self.scores_share if share is None else share
-        if not share or not self.model.moe_layers:
+    def mark(self, stream: Stream, step: int, full: frozenset[int] = frozenset()) -> None:
+        """Chooses the rows whose scores the passes over this stream keep: by step, sample and position, and all of `full`."""
+        here = [name in full for name in stream.samples]
+        if not (self.scores_share or any(here)) or not self.model.moe_layers:
             stream.observe = None
             return
         rows = torch.arange(stream.first, stream.first + stream.size_here, device=stream.tokens.device)
         names = torch.tensor([*stream.samples, 0], device=rows.device)  # one more for filler
         key = (names[stream.row[rows]] + 1) * 1_000_003 + stream.position[rows] * 31 + step * 7919
-        wanted = ((key * _HASH) % 2**32 >= round((1 - share) * 2**32)) & (rows < stream.real)
-        stream.observe = wanted.nonzero()[:, 0]
+        wanted = (key * _HASH) % 2**32 >= round((1 - self.scores_share) * 2**32)
+        wanted |= torch.tensor([*here, False], device=rows.device)[stream.row[rows]]
+        stream.observe = (wanted & (rows < stream.real)).nonzero()[:, 0]
 
     def record(self, stream: Stream) -> PassRecord:
         """Of the pass that the stream went through last."""
@@ -88,13 +89,15 @@ class RouteObserver:
         for pair in pairs:
             old, new = (r.live if view == "local" else r.choice for r in (pair.old, pair.new))
             mask = _mask(pair.stream, prompt=view == "prompt")
-            anywhere.append(flipped(old, new).any(dim=1)[mask])
+            known = (old >= 0).flatten(1).all(dim=1)  # what an engine did not know cannot be compared
+            anywhere.append((flipped(old, new).any(dim=1) & known)[mask])
+            mask &= known
             if self.places:
                 scored = _scored(pair, old, mask)
                 total = total + DriftSums.measure(old, new, mask, experts, scored).placed(self.places, len(self.layers))
-        return total.with_any(self._on_any_stage(torch.cat(anywhere)))
+        return total.with_any(self.on_any_stage(torch.cat(anywhere)))
 
-    def _on_any_stage(self, flips: Tensor) -> Tensor:
+    def on_any_stage(self, flips: Tensor) -> Tensor:
         """Tokens that flipped on a layer of any stage; on the first stage alone, so that they are counted once."""
         pipeline = self.model.groups.pipeline
         if pipeline.size == 1:

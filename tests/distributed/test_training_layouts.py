@@ -64,7 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def assert_close(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """TOLERANCES"""
+    """Measured over these layouts: see the test."""
     assert ours.keys() == wanted.keys()
     for key, value in wanted.items():
         exact = key.startswith(("reward/", "response/", "drift/", "ratio/clip", "eval/", "optimizer/lr", "step"))

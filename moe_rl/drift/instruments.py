@@ -1,0 +1,183 @@
+"""The instruments of a run: which steps are looked at closely, and the passes that only they make."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from moe_rl.collectives import from_main, reduce_drift
+from moe_rl.config import DriftSection
+from moe_rl.drift import tokens
+from moe_rl.drift.attribution import attribution
+from moe_rl.drift.observe import Compared, PassRecord
+from moe_rl.drift.probe import ProbeSet
+from moe_rl.drift.sums import to_metrics
+from moe_rl.drift.tokens import TokenTable, gather_tables, routing_pieces, token_pieces
+from moe_rl.microbatches import Minibatch, Prepared, Scored, pack_here
+from moe_rl.replay import stream_routes
+from moe_rl.types import Rollout
+from moe_rl.update import PolicyUpdate
+
+
+@dataclass(frozen=True)
+class Look:
+    """How closely one step is looked at."""
+
+    step: int
+    probe: bool = False
+    trace: bool = False
+
+    @property
+    def close(self) -> bool:
+        return self.probe or self.trace
+
+
+@dataclass
+class OtherPass:
+    """What the pass that the update does not make said of the sampled sequences: by sample, on this rank."""
+
+    logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
+    live: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Instruments:
+    """Around the updates of a step. Every method is collective."""
+
+    def __init__(self, update: PolicyUpdate, section: DriftSection, microbatch_tokens: int, directory: Path) -> None:
+        self.update, self.section, self.budget = update, section, microbatch_tokens
+        self.model, self.replays = update.model, update.replay.source != "off"
+        self.probe = ProbeSet(update, section.probe_sequences, microbatch_tokens, directory)
+
+    def plan(self, step: int) -> Look:
+        """The first step is always looked at, so that a short run has something to show."""
+        if not self.section.enabled:
+            return Look(step)
+        due = [every > 0 and (step == 1 or step % every == 0) for every in (self.section.probe_every, self.section.trace_every)]
+        return Look(step, *due)
+
+    def sampled(self, minibatch: Minibatch, look: Look) -> list[int]:
+        """The minibatch's sequences that are looked at token by token: the same in every layout."""
+        wanted = max(self.section.probe_sequences * look.probe, self.section.trace_sequences * look.trace)
+        return minibatch.places[:wanted]
+
+    def mark(self, minibatches: Sequence[Minibatch], look: Look) -> None:
+        """Before the first pass: which rows' scores are kept."""
+        for minibatch in minibatches:
+            full = frozenset(self.sampled(minibatch, look))
+            for part in minibatch.parts:
+                self.update.observer.mark(part.microbatch.stream, look.step, full)
+
+    def before_updates(self, minibatches: Sequence[Minibatch], rollouts: Sequence[Rollout], look: Look) -> dict[str, float]:
+        """After the old-log-probability pass."""
+        if look.probe and look.step == 1:
+            self.probe.begin(rollouts)
+        return self.engine(minibatches) if look.probe else {}
+
+    def after_updates(self, look: Look) -> dict[str, float]:
+        if not look.probe:
+            return {}
+        if self.probe.start is None:
+            self.probe.resume()
+        return self.probe.measure()
+
+    def engine(self, minibatches: Sequence[Minibatch]) -> dict[str, float]:
+        """Rollout routes against the trainer's own choice with the same weights, where both are known."""
+        pairs = []
+        for part in (part for minibatch in minibatches for part in minibatch.parts):
+            assert part.rollout_routes is not None and part.old is not None
+            engine = PassRecord(part.rollout_routes, part.rollout_routes)
+            pairs.append(Compared(part.microbatch.stream, engine, PassRecord(part.old.live, part.old.live)))
+        metrics: dict[str, float] = {}
+        for view in (None, "prompt"):
+            (sums,) = reduce_drift([self.update.observer.compare(pairs, view)])
+            metrics |= to_metrics([sums], self.model.config.moe_layers, "engine", view)
+        return metrics
+
+    def before_update(self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look, last: bool) -> OtherPass | None:
+        """The pass that the update does not make, for attribution: at the last update of a step, where routes are oldest."""
+        return self.other_pass(minibatch, rollouts, look) if look.probe and last else None
+
+    def after_update(
+        self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look, number: int, other: OtherPass | None
+    ) -> dict[str, float]:
+        if not look.trace and other is None:
+            return {}
+        table = self.table(minibatch, rollouts, look, other)
+        if other is None:
+            return {}
+        return from_main(attribution(table, self.replays) if table is not None else None)
+
+    def other_pass(self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look) -> OtherPass:
+        """Before an update, with its weights: its sampled sequences along the old routes, or freely where it replays."""
+        sequences = [Scored(r.prompt_ids, r.response.token_ids) for r in rollouts]
+        wanted = set(self.sampled(minibatch, look))
+        mine = [i for part in minibatch.parts for i in part.microbatch.members if i in wanted]
+        microbatches = pack_here(self.model, sequences, sorted(mine), self.budget, self.update.temperature)
+        replay = None
+        if not self.replays:
+            routes = self._old_routes(minibatch.parts, wanted)
+            config = self.model.config
+            replay = [
+                self.update.replay.of_stream(
+                    m.stream,
+                    stream_routes(m.stream, m.members, routes, config.topk, config.experts, len(self.model.moe_layers)),
+                    self.model.moe_layers,
+                    config.experts,
+                )
+                for m in microbatches
+            ]
+        streams = [m.stream for m in microbatches]
+        scores = self.model.score(streams, replay)
+        found = OtherPass()
+        for number, microbatch in enumerate(microbatches):
+            stream, members = microbatch.stream, microbatch.members
+            live = self.update.observer.record(stream).live
+            found.live |= dict(zip(members, tokens.by_sequence(stream, self.model.groups, live), strict=True))
+            if scores:
+                lengths = [len(sequences[i].response_ids) for i in members]
+                found.logprobs |= dict(zip(members, scores[number].logprobs.split(lengths), strict=True))
+        return found
+
+    def _old_routes(self, parts: Sequence[Prepared], wanted: set[int]) -> dict[int, torch.Tensor]:
+        routes: dict[int, torch.Tensor] = {}
+        for part in parts:
+            assert part.old is not None
+            rows = tokens.by_sequence(part.microbatch.stream, self.model.groups, part.old.choice)
+            routes |= {i: r for i, r in zip(part.microbatch.members, rows, strict=True) if i in wanted}
+        return routes
+
+    def table(
+        self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look, other: OtherPass | None
+    ) -> TokenTable | None:
+        """After an update: what is known of its sampled sequences, on the main rank."""
+        wanted, mine = set(self.sampled(minibatch, look)), {}
+        for part in minibatch.parts:
+            routing = routing_pieces(self.model, part, wanted)
+            for i, columns in routing.items():
+                columns["free_routes"] = columns["new_routes"] * 0 - 1
+                if other is not None and self.replays:
+                    columns["free_routes"] = other.live[i].to(torch.int16).cpu().numpy()
+            if part.train_logprobs is not None:
+                self._add_tokens(routing, part, minibatch, wanted, other)
+            mine |= routing
+        return gather_tables(mine, self.model, {i: rollouts[i].reward for i in wanted})
+
+    def _add_tokens(
+        self, pieces: tokens.Pieces, part: Prepared, minibatch: Minibatch, wanted: set[int], other: OtherPass | None
+    ) -> None:
+        assert part.train_logprobs is not None and part.old_logprobs is not None
+        blank = torch.full_like(part.train_logprobs, float("nan"))
+        if other is not None:
+            for place, i in enumerate(part.microbatch.members):
+                if i in other.logprobs:
+                    blank[part.sequence == place] = other.logprobs[i]
+        columns = {
+            "rollout_logprob": part.rollout_logprobs,
+            "old_logprob": part.old_logprobs,
+            "train_logprob": part.train_logprobs,
+            "other_logprob": blank,
+        }
+        clipped = self.update.gradient_cut(part, minibatch.denominators)
+        for i, found in token_pieces(part, wanted, clipped, columns).items():
+            pieces[i] |= found
