@@ -74,8 +74,13 @@ def gate_log_distribution(
 
 
 def router_kl(old: Float[Tensor, "T L E"], new: Float[Tensor, "T L E"]) -> Float[Tensor, "T L"]:
-    """KL(p_old || p_new) in nats, from log-probabilities."""
-    return (old.exp() * (old - new)).sum(dim=-1)
+    """KL(p_old || p_new) in nats, from log-probabilities.
+
+    Summed as p_old (exp(d) - 1 - d) with d = log p_new - log p_old, which is the same since both p sum to 1, and which unlike
+    p_old (-d) has no negative terms to cancel: the rounding of equal distributions stays near 0.
+    """
+    d = new - old
+    return (old.exp() * (d.expm1() - d).clamp(min=0)).sum(dim=-1)
 
 
 def gate_shift(old: Float[Tensor, "T L E"], new: Float[Tensor, "T L E"], routes: Int[Tensor, "T L K"]) -> Float[Tensor, "T L"]:

@@ -12,8 +12,10 @@ from torch import Tensor
 from models.config import PRESETS, ModelConfig, OptimizerConfig
 from models.initialise import global_shards
 from models.model import MoEModel, Scores
+from models.routing import Replay
 from models.stream import Stream, pack_sequences
 from moe_rl.batching import assign_to_ranks, pack
+from moe_rl.replay import stream_routes
 from parallel.config import ParallelConfig
 from parallel.groups import process_groups
 from parallel.runtime import Runtime
@@ -21,13 +23,15 @@ from parallel.runtime import Runtime
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, a model and a microbatch budget. shares: as how many data-parallel ranks one cuts its microbatches."""
+    """A layout, a model and a microbatch budget. shares: as how many data-parallel ranks one cuts its microbatches.
+    replay: forced routes, drawn for each token and layer, most of them not what the live routers choose."""
 
     layout: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     budget: int = 10_000
     seed: int = 0
     shares: int = 1
+    replay: bool = False
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -68,7 +72,14 @@ def streams_here(
     packs += [[] for _ in range(model.microbatch_count(len(packs)) - len(packs))]
     sizes = model.stream_sizes([sum(len(sequences[i]) - 1 for i in part) for part in packs])
     streams = [
-        pack_sequences([sequences[i] for i in part], [prompts[i] for i in part], size, model.device)
+        pack_sequences(
+            [sequences[i] for i in part],
+            [prompts[i] for i in part],
+            size,
+            model.device,
+            samples=part,
+            part=(model.groups.tensor.rank, model.groups.tensor.size),
+        )
         for part, size in zip(packs, sizes, strict=True)
     ]
     return streams, packs
@@ -80,7 +91,8 @@ def one_pass(runtime: Runtime, case: Case) -> dict[str, Any]:
         sequences, prompts, weights = sample_batch(case.config, case.seed)
         streams, packs = streams_here(model, sequences, prompts, case.budget, case.shares)
         initial = gather_global(model, {})
-        scores = model.score(streams)
+        replay = _forced(model, streams, packs, sequences, case.seed) if case.replay else None
+        scores = model.score(streams, replay)
         logprobs = {
             i: part
             for scored, members in zip(scores, packs, strict=False)
@@ -92,7 +104,7 @@ def one_pass(runtime: Runtime, case: Case) -> dict[str, Any]:
         optimizer.zero_grad()
         tokens = sum(len(s) - 1 for s in sequences)
         losses = [_weighted_loss(part, sequences, prompts, weights) for part in packs]
-        results = model.accumulate_gradients(streams, losses, tokens)
+        results = model.accumulate_gradients(streams, losses, tokens, replay)
         loss = torch.tensor([float(sum(results)) if model.groups.is_last_stage and model.groups.tensor.rank == 0 else 0.0])
         dist.all_reduce(loss)
         gradients = gather_global(model, _gradients(model))
@@ -109,6 +121,26 @@ def one_pass(runtime: Runtime, case: Case) -> dict[str, Any]:
                 "after": after,
             }
         )
+
+
+def _forced(
+    model: MoEModel, streams: list[Stream], packs: list[list[int]], sequences: list[list[int]], seed: int
+) -> list[Replay]:
+    """Random distinct experts for every token and layer of every sequence; of these, what falls to this rank."""
+    config = model.config
+    generator = torch.Generator().manual_seed(seed + 1000)
+    drawn = [
+        torch.rand(len(s) - 1, len(config.moe_layers), config.experts, generator=generator)
+        .topk(config.topk)
+        .indices.sort(-1)[0]
+        for s in sequences
+    ]
+    places = [config.moe_layers.index(layer) for layer in model.moe_layers]
+    routes = {i: rows[:, places].sort(-1).values.to(torch.uint8) for i, rows in enumerate(drawn)}
+    return [
+        Replay(stream_routes(stream, members, routes, config.topk, config.experts, len(places)))
+        for stream, members in zip(streams, packs, strict=True)
+    ]
 
 
 def _weighted_loss(members: list[int], sequences: list[list[int]], prompts: list[int], weights: list[float]) -> Any:

@@ -53,11 +53,18 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def cases(layouts: list[Layout]) -> list[Case]:
-    """Every layout with the plain model, and each other model in one layout or two; seeds differ."""
-    plain = [Case(layout=layout, budget=30, seed=i) for i, layout in enumerate(layouts)]
+    """Every layout with the plain model, and each other model in one layout or two, every second case under replay of random
+    routes; seeds differ."""
+    plain = [Case(layout=layout, budget=30, seed=i, replay=i % 2 == 1) for i, layout in enumerate(layouts)]
     names = list(MODELS)[1:]
     others = [
-        Case(layout=layout, model=MODELS[names[i % len(names)]] | {"recompute": "full"}, budget=40, seed=10 + i)
+        Case(
+            layout=layout,
+            model=MODELS[names[i % len(names)]] | {"recompute": "full"},
+            budget=40,
+            seed=10 + i,
+            replay=i % 2 == 0,
+        )
         for i, layout in enumerate(layouts)
     ]
     return plain + others
@@ -66,7 +73,10 @@ def cases(layouts: list[Layout]) -> list[Case]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_layout_agrees_with_one_process(ranks: int) -> None:
     split = cases(LAYOUTS[ranks])
-    whole = [Case(model={k: v for k, v in case.model.items() if k != "recompute"}, seed=case.seed) for case in split]
+    whole = [
+        Case(model={k: v for k, v in case.model.items() if k != "recompute"}, seed=case.seed, replay=case.replay)
+        for case in split
+    ]
     expected = run_on_ranks(passes, 1, whole)[0]
     for case, alone, got in zip(split, expected, run_on_ranks(passes, ranks, split)[0], strict=True):
         compare(str(case), alone, got)
