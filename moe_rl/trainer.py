@@ -41,9 +41,7 @@ class Trainer:
         self.update = PolicyUpdate(
             session.model, self.config.algorithm, self.config.rollout.temperature, self.config.drift, self.config.replay
         )
-        self.instruments = Instruments(
-            self.update, self.config.drift, self.config.algorithm.microbatch_tokens, self.config.directory
-        )
+        self.instruments = Instruments(self.update, self.config)
         self.order = ProblemOrder(session.task.train, self.config.run.seed, "train")
         self.progress = Progress(0, 0, 0, kl_coefficient=self.config.algorithm.kl_coefficient)
         self.reference: Reference | None = None
@@ -124,7 +122,7 @@ class Trainer:
         lr = self.optimizer.lr
         updates, found = self.update_policy(minibatches, batch.rollouts, look, watch)
         with watch("drift"):
-            metrics |= found | self.instruments.after_updates(look)
+            metrics |= found | self.instruments.after_updates(look, self.progress.policy_version)
         metrics |= reward_metrics(batch) | self.update_metrics(updates) | {"optimizer/lr": lr}
         self.progress = Progress(
             step=step,

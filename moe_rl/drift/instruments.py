@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+import numpy as np
 import torch
 
 from moe_rl.collectives import from_main, reduce_drift
-from moe_rl.config import DriftSection
-from moe_rl.drift import tokens
+from moe_rl.config import RunConfig
+from moe_rl.drift import tokens, traces
 from moe_rl.drift.attribution import attribution
+from moe_rl.drift.metrics import flipped
 from moe_rl.drift.observe import Compared, PassRecord
 from moe_rl.drift.probe import ProbeSet
-from moe_rl.drift.sums import to_metrics
-from moe_rl.drift.tokens import TokenTable, gather_tables, routing_pieces, token_pieces
+from moe_rl.drift.sums import DriftSums, to_metrics
+from moe_rl.drift.tokens import TokenTable, gather_tables, routing_pieces, token_pieces, trace_columns
 from moe_rl.microbatches import Minibatch, Prepared, Scored, pack_here
 from moe_rl.replay import stream_routes
 from moe_rl.types import Rollout
@@ -44,10 +45,16 @@ class OtherPass:
 class Instruments:
     """Around the updates of a step. Every method is collective."""
 
-    def __init__(self, update: PolicyUpdate, section: DriftSection, microbatch_tokens: int, directory: Path) -> None:
-        self.update, self.section, self.budget = update, section, microbatch_tokens
+    def __init__(self, update: PolicyUpdate, config: RunConfig) -> None:
+        self.update, self.section, self.budget = update, config.drift, config.algorithm.microbatch_tokens
         self.model, self.replays = update.model, update.replay.source != "off"
-        self.probe = ProbeSet(update, section.probe_sequences, microbatch_tokens, directory)
+        self.directory = config.directory
+        self.probe = ProbeSet(update, self.section.probe_sequences, self.budget, self.directory)
+        model = config.model
+        self.header = traces.Header(
+            config.run.name, config.algorithm.name, config.replay.mode, model.moe_layers, model.experts, model.topk
+        )
+        self.tables: list[TokenTable] = []  # of the updates of a traced step, on the main rank
 
     def plan(self, step: int) -> Look:
         """The first step is always looked at, so that a short run has something to show."""
@@ -74,7 +81,13 @@ class Instruments:
             self.probe.begin(rollouts)
         return self.engine(minibatches) if look.probe else {}
 
-    def after_updates(self, look: Look) -> dict[str, float]:
+    def after_updates(self, look: Look, policy_version: int) -> dict[str, float]:
+        """policy_version: of the weights that sampled."""
+        if self.tables:
+            columns = [trace_columns(table, look.step, i, policy_version) for i, table in enumerate(self.tables)]
+            whole = {name: np.concatenate([one[name] for one in columns]) for name in columns[0]}
+            traces.write(self.directory, look.step, self.header, whole)
+            self.tables = []
         if not look.probe:
             return {}
         if self.probe.start is None:
@@ -104,9 +117,20 @@ class Instruments:
         if not look.trace and other is None:
             return {}
         table = self.table(minibatch, rollouts, look, other)
+        if look.trace and table is not None:
+            self.tables.append(table)
         if other is None:
             return {}
-        return from_main(attribution(table, self.replays) if table is not None else None)
+        return from_main(self._explain(table) if table is not None else None)
+
+    def _explain(self, table: TokenTable) -> dict[str, float]:
+        found = attribution(table, self.replays)
+        if self.replays:
+            rows, experts = torch.from_numpy(table.response), self.model.config.experts
+            old, free = torch.from_numpy(table.old_routes), torch.from_numpy(table.free_routes)
+            sums = DriftSums.measure(old, free, rows, experts).with_any(flipped(old, free).any(dim=1)[rows])
+            found |= to_metrics([sums], self.model.config.moe_layers, "update", "free")
+        return found
 
     def other_pass(self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look) -> OtherPass:
         """Before an update, with its weights: its sampled sequences along the old routes, or freely where it replays."""

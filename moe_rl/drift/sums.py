@@ -130,9 +130,9 @@ def to_metrics(
 ) -> dict[str, float]:
     """Reduced sums of a step -> `drift/COMPARISON[/VIEW]/METRIC/LAYER` keys.
 
-    minibatches: one entry an update, in order; the keys are over the tokens of all, and where there are several, update i's
-    expert_change_rate and flip_rate have the suffix /minibatch_i. layers: the global layer number of each of the L entries
-    (dense layers leave gaps). view: whose tokens or routes, where not response tokens and the routes used.
+    minibatches: one entry an update, in order; the keys are over the tokens of all, and update i's expert_change_rate and
+    flip_rate, of used and of local routes, have the suffix /minibatch_i. layers: the global layer number of each of the L
+    entries (dense layers leave gaps). view: whose tokens or routes, where not response tokens and the routes used.
     Each quantity has a key a layer, a mean over layers and the worst layer; a layer without tokens has none and is not in the
     mean. drift/load/... describes the new routes, and is given for the update's plain view alone.
     """
@@ -150,7 +150,7 @@ def to_metrics(
         metrics[f"{prefix}/any_layer_flip_rate"] = float(total.any[0] / total.any[1])
     if comparison == "update" and view is None:
         metrics |= _loads(total, layers)
-    if comparison == "update" and view != "prompt":
+    if comparison == "update" and view in (None, "local"):
         for i, sums in enumerate(minibatches):
             metrics |= _rates(sums, layers, prefix, f"/minibatch_{i}", _EACH_MINIBATCH)
     return metrics

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models.model import MoEModel
 from models.stream import Stream
+from moe_rl.drift import traces
 from moe_rl.drift.observe import PassRecord
 from moe_rl.microbatches import Prepared
 from parallel.groups import Groups
@@ -146,6 +147,17 @@ def gather_tables(mine: Pieces, model: MoEModel, rewards: Mapping[int, float]) -
         whole[i]["reward"] = np.full(len(whole[i]["sample"]), rewards[i], dtype=np.float32)
     names = [field.name for field in fields(TokenTable)]
     return TokenTable(**{name: np.concatenate([whole[i][name] for i in order]) for name in names})
+
+
+def trace_columns(table: TokenTable, step: int, update: int, policy_version: int) -> dict[str, Array]:
+    """The table as columns of a trace file."""
+    count = len(table.sample)
+    numbers = {"step": (step, np.int32), "update": (update, np.int16), "policy_version": (policy_version, np.int32)}
+    columns: dict[str, Array] = {name: np.full(count, value, dtype=dtype) for name, (value, dtype) in numbers.items()}
+    for field in fields(TokenTable):
+        if field.name in traces.COLUMNS:
+            columns[field.name] = getattr(table, field.name)
+    return columns
 
 
 def _merge(into: dict[str, Array], columns: Mapping[str, Array], places: Sequence[int], layers: int) -> None:

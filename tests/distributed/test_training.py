@@ -90,7 +90,8 @@ def test_two_runs_with_one_seed_are_alike_and_with_another_are_not(run: Train) -
 @pytest.mark.parametrize("kl", [False, True])
 def test_a_continued_run_equals_one_that_was_not_stopped(run: Train, tmp_path: Path, kl: bool) -> None:
     extra = ["algorithm.name=grpo", "algorithm.kl_coefficient=0.1", "algorithm.kl_target=0.001", "algorithm.kl_horizon=50"]
-    shared = ["checkpoint.every=2", *(extra if kl else [])]
+    instruments = ["drift.probe_every=1", "drift.trace_every=1"]
+    shared = ["checkpoint.every=2", *instruments, *(extra if kl else [])]
     whole = run("whole", "run.steps=4", *shared)
     run("parts", "run.steps=2", *shared)
     parts = run("parts", "run.steps=4", *shared)
