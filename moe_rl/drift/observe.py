@@ -55,7 +55,8 @@ class RouteObserver:
             stream.observe = None
             return
         rows = torch.arange(stream.first, stream.first + stream.size_here, device=stream.tokens.device)
-        names = torch.tensor([*stream.samples, 0], device=rows.device)  # one more for filler
+        samples = stream.samples or range(len(stream.lengths))
+        names = torch.tensor([*samples, 0], device=rows.device)  # one more for filler
         key = (names[stream.row[rows]] + 1) * 1_000_003 + stream.position[rows] * 31 + step * 7919
         wanted = ((key * _HASH) % 2**32 >= round((1 - share) * 2**32)) & (rows < stream.real)
         stream.observe = wanted.nonzero()[:, 0]
