@@ -13,10 +13,6 @@ from models.stream import Stream
 from moe_rl.drift.metrics import ScoreKind, flipped, gate_log_distribution, margin
 from moe_rl.drift.sums import DriftSums, ScoredRows
 
-# Knuth's multiplicative hash: which tokens are observed depends on what they are, not on the layout
-_HASH = 2654435761
-
-
 @dataclass(frozen=True)
 class PassRecord:
     """One pass of one stream on this rank. choice, live: [T / tensor, L here, K], ids ascending, as used and as the router
@@ -58,7 +54,7 @@ class RouteObserver:
         samples = stream.samples or range(len(stream.lengths))
         names = torch.tensor([*samples, 0], device=rows.device)  # one more for filler
         key = (names[stream.row[rows]] + 1) * 1_000_003 + stream.position[rows] * 31 + step * 7919
-        wanted = ((key * _HASH) % 2**32 >= round((1 - share) * 2**32)) & (rows < stream.real)
+        wanted = (_mixed(key) >= round((1 - share) * 2**32)) & (rows < stream.real)
         stream.observe = wanted.nonzero()[:, 0]
 
     def record(self, stream: Stream) -> PassRecord:
@@ -103,6 +99,15 @@ class RouteObserver:
         whole = flips.to(torch.uint8)
         dist.all_reduce(whole, dist.ReduceOp.MAX, group=pipeline.group)
         return whole.bool() if pipeline.rank == 0 else flips[:0]
+
+
+def _mixed(key: Tensor) -> Tensor:
+    """Numbers in [0, 2^32) that look random, so that the rows kept depend on what they are and not on the layout: the last
+    step of MurmurHash3. (A single multiplication leaves a lattice, of which 1 % can be 2 %.)"""
+    low = 2**32 - 1
+    key = (((key & low) ^ ((key & low) >> 16)) * 0x85EBCA6B) & low
+    key = ((key ^ (key >> 13)) * 0xC2B2AE35) & low
+    return key ^ (key >> 16)
 
 
 def _mask(stream: Stream, *, prompt: bool) -> Tensor:
