@@ -13,6 +13,7 @@ from models.stream import Stream
 from moe_rl.drift.metrics import ScoreKind, flipped, gate_log_distribution, margin
 from moe_rl.drift.sums import DriftSums, ScoredRows
 
+
 @dataclass(frozen=True)
 class PassRecord:
     """One pass of one stream on this rank. choice, live: [T / tensor, L here, K], ids ascending, as used and as the router

@@ -37,7 +37,9 @@ def routes_of(model: MoEModel, streams: list[Stream], what: str = "choice") -> l
     return [log.stacked(model.moe_layers, what).clone() for log in logs if log is not None]
 
 
-def gradients(model: MoEModel, streams: list[Stream], replay: list[Replay] | None, before_loss: Any = None) -> dict[str, Tensor]:
+def gradients(
+    model: MoEModel, streams: list[Stream], replay: list[Replay] | None, before_loss: Any = None
+) -> dict[str, Tensor]:
     """By name, of the sum of -log-probabilities. before_loss: called between a stream's forward and its backward."""
     from models.config import OptimizerConfig
 

@@ -192,9 +192,7 @@ def observed(share: float, samples: list[int], lengths: list[int], step: int, fi
     for rank in range(parts):
         sequences = [[1] * (n + 1) for n in lengths]
         size = sum(lengths) + filler
-        stream = pack_sequences(
-            sequences, [1] * len(lengths), size, torch.device("cpu"), samples=samples, part=(rank, parts)
-        )
+        stream = pack_sequences(sequences, [1] * len(lengths), size, torch.device("cpu"), samples=samples, part=(rank, parts))
         observer_of(share).mark(stream, step)
         assert stream.observe is not None
         for row in (stream.first + stream.observe).tolist():

@@ -61,9 +61,7 @@ def test_permuted_experts_change_nothing_where_both_are_permuted() -> None:
     assert router_kl(P.log(), P[..., order].log()).item() == pytest.approx((1 - 1 / 4 - 1 / 8) * LN2)
 
 
-@pytest.mark.parametrize(
-    ("choice", "shift"), [([0], 2.0), ([3], 0.0), ([0, 1], 1.5), ([1, 2], 1.0), ([0, 1, 2, 3], 1.0)]
-)
+@pytest.mark.parametrize(("choice", "shift"), [([0], 2.0), ([3], 0.0), ([0, 1], 1.5), ([1, 2], 1.0), ([0, 1, 2, 3], 1.0)])
 def test_gate_shift_is_over_the_old_choice_alone(choice: list[int], shift: float) -> None:
     """|log Q - log P| in units of log 2 is 2, 1, 1, 0."""
     routes = torch.tensor([[choice]])

@@ -180,9 +180,7 @@ def test_a_streams_replay_knows_whether_anything_is_unknown() -> None:
     assert POLICY.of_stream(stream, routes, [0, 2], 8).unknown
 
 
-@pytest.mark.parametrize(
-    ("row", "where"), [(1, "sample 9, token 1"), (4, "sample 4, token 1"), (6, "filler token 1")]
-)
+@pytest.mark.parametrize(("row", "where"), [(1, "sample 9, token 1"), (4, "sample 4, token 1"), (6, "filler token 1")])
 def test_a_replayed_route_that_is_no_choice_is_named(row: int, where: str) -> None:
     """Cases 2, 10 and 16."""
     routes = GOOD[[0, 1, 2, 0, 1, 2, 0]].clone()

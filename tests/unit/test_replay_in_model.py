@@ -190,7 +190,9 @@ def test_a_router_that_ignores_the_replay_is_an_error(runtime: Runtime, training
         row = int((live != forced).any(1).nonzero()[-1])
         router = moe_modules(model.bare)[1][1].mlp.router
         router.router_replay = Deaf(model.taps[1], streams[1], row)
-        with pytest.raises(RuntimeError, match=f"replay, layer 2, microbatch 1, sample 11, token {row}: the router did not use"):
+        with pytest.raises(
+            RuntimeError, match=f"replay, layer 2, microbatch 1, sample 11, token {row}: the router did not use"
+        ):
             gradients(model, streams, replay) if training else model.score(streams, replay)
 
 
