@@ -16,7 +16,7 @@ from models.initialise import initialise
 from models.layer_map import moe_modules
 from models.logprobs import Vocabulary, local_logits, logprobs_and_entropy
 from models.optimizer import Optimizer
-from models.routing import Replay, RouteLog, check_replayed, install_taps
+from models.routing import Replay, RouteLog, check_replayed, install_taps, open_logs
 from models.stream import Stream
 from models.torch_layers import StackedExperts
 from parallel.groups import Groups
@@ -91,8 +91,7 @@ class MoEModel:
         replay: Sequence[Replay] | None,
         forward_only: bool,
     ) -> list[Any]:
-        for stream, forced in zip(streams, replay or [None] * len(streams), strict=True):
-            stream.routes = RouteLog(forced)
+        open_logs(streams, replay, self.moe_layers)
         for chunk in self.chunks:
             chunk.train(not forward_only)
 

@@ -7,7 +7,7 @@ no part of a route).
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 UNKNOWN = -1
@@ -30,14 +30,14 @@ def compact(routes: Tensor, experts: int) -> Tensor:
     return routes.to(torch.int16)
 
 
-def filler_routes(rows: int, topk: int, experts: int, first: int = 0) -> Int[Tensor, "rows K"]:
+def filler_routes(rows: int, topk: int, experts: int, first: int = 0) -> Integer[Tensor, "rows K"]:
     """K distinct experts in every row, ascending; over consecutive rows (`first` is the number of the first) all experts
     equally often, so that no expert-parallel rank is overloaded by filler."""
     slots = torch.arange(first * topk, (first + rows) * topk) % experts
     return slots.view(rows, topk).sort(dim=-1).values
 
 
-def first_fault(routes: Int[Tensor, "T L K"], experts: int, *, unknown: bool = False) -> Fault | None:
+def first_fault(routes: Integer[Tensor, "T L K"], experts: int, *, unknown: bool = False) -> Fault | None:
     """The first row with an expert outside [0, experts) or twice; None where all is well. unknown: UNKNOWN is allowed."""
     slots = routes.to(torch.int64)
     outside = (slots >= experts) | (slots < (UNKNOWN if unknown else 0))
@@ -55,7 +55,7 @@ def first_fault(routes: Int[Tensor, "T L K"], experts: int, *, unknown: bool = F
 
 
 def live_enough(
-    scores: Float[Tensor, "T E"], live: Int[Tensor, "T K"], forced: Int[Tensor, "T K"], share: float, log_scale: bool
+    scores: Float[Tensor, "T E"], live: Integer[Tensor, "T K"], forced: Integer[Tensor, "T K"], share: float, log_scale: bool
 ) -> Bool[Tensor, "T K"]:
     """Which forced experts' live scores are at least `share` of the live k-th best (the worst of the live choice).
 
@@ -70,8 +70,8 @@ def live_enough(
 
 
 def refill(
-    scores: Float[Tensor, "T E"], live: Int[Tensor, "T K"], forced: Int[Tensor, "T K"], keep: Bool[Tensor, "T K"]
-) -> Int[Tensor, "T K"]:
+    scores: Float[Tensor, "T E"], live: Integer[Tensor, "T K"], forced: Integer[Tensor, "T K"], keep: Bool[Tensor, "T K"]
+) -> Integer[Tensor, "T K"]:
     """The kept forced experts, and in place of the others the best of the live choice that are not among them; ascending."""
     experts = scores.shape[1]
     place = torch.where(keep, forced, experts)  # what is not kept lands in a column of its own

@@ -24,9 +24,10 @@ from models.stream import Stream
 class Replay:
     """Choices that one stream's pass must take, for this rank's part of the tokens and its MoE layers. Gates stay live.
 
-    routes: [T / tensor, L here, K] ids, L in the order of the rank's MoE layers, valid (models.routes.first_fault); where
-    `unknown`, some entries are UNKNOWN and the live router chooses. keep_share: a forced expert is refused where its live
-    score is below this share of the live k-th best. What is unknown or refused is filled up from the live choice.
+    routes: [T / tensor, L here, K] ids, ascending, L in the order of the rank's MoE layers, valid
+    (models.routes.first_fault); where `unknown`, some entries are UNKNOWN and the live router chooses. keep_share: a forced
+    expert is refused where its live score is below this share of the live k-th best. What is unknown or refused is filled up
+    from the live choice.
     """
 
     routes: Tensor
@@ -121,6 +122,19 @@ class RouteTap:
         routing_map = output[1]
         forced, kept = log.replay.routes[:, self.place].to(torch.int64).clamp(min=0), log.kept[self.layer]
         log.agreed[self.layer] = (routing_map.gather(1, forced) | ~kept).all(dim=1) & (routing_map.sum(1) == forced.shape[1])
+
+
+def open_logs(streams: Sequence[Stream], replay: Sequence[Replay] | None, layers: Sequence[int]) -> None:
+    """Before a pass: an empty log in every stream, with what it must choose. Raises RuntimeError unless that is routes for
+    every stream and for as many layers as route here."""
+    if replay is not None and len(replay) != len(streams):
+        raise RuntimeError(f"replay: routes for {len(replay)} microbatches were given, {len(streams)} run")
+    for number, (stream, forced) in enumerate(zip(streams, replay or [None] * len(streams), strict=True)):
+        if forced is not None and forced.routes.shape[1] != len(layers):
+            raise RuntimeError(
+                f"replay, microbatch {number}: routes for {forced.routes.shape[1]} layers were given, {len(layers)} route here"
+            )
+        stream.routes = RouteLog(forced)
 
 
 def check_replayed(streams: Sequence[Stream], layers: Sequence[int]) -> None:

@@ -41,8 +41,8 @@ class ReplayPolicy:
         return self.source == "r2"
 
     def of_stream(self, stream: Stream, routes: Tensor, layers: Sequence[int], experts: int) -> Replay:
-        """routes: [T / tensor, L here, K] of this rank's part; filler rows are written over. Raises ValueError, with layer
-        and sample, for what is no valid choice."""
+        """routes: [T / tensor, L here, K] of this rank's part, filler included (stream_routes, spread_filler). Raises
+        ValueError, with layer and sample, for what is no valid choice."""
         unknown = routes.dtype != torch.uint8 and bool((routes < 0).any())
         if fault := first_fault(routes, experts, unknown=True):
             raise ValueError(f"replayed routes, layer {layers[fault.layer]}, {stream.describe(fault.row)}: {fault.text}")
@@ -53,7 +53,8 @@ def check_rollout_routes(
     routes: Tensor | None, sample: int, tokens: int, layers: Sequence[int], topk: int, experts: int
 ) -> Tensor:
     """The routes that an engine returned for one sample, sorted and small. Raises ValueError, with the sample, for a missing
-    route, a wrong count or shape, an id out of range or twice, or ids that are all 0 (an engine that records nothing)."""
+    route, a wrong count or shape, an id out of range or twice (among them, for K > 1, the zeros of an engine that records
+    nothing)."""
     where = f"rollout routes, sample {sample}"
     if routes is None:
         raise ValueError(f"{where}: the engine returned none; replay needs them: set replay.mode=off or r2")
@@ -75,7 +76,7 @@ def exchange_routes(held: Routes, wanted: Sequence[int], groups: Groups, device:
     small = all(routes.dtype == torch.uint8 for routes in held.values())
     plans = gather_over_data([({i: tuple(r.shape) for i, r in held.items()}, list(wanted), small)], groups)
     if groups.data.size == 1:
-        return {i: held[i].to(device) for i in wanted}
+        return {i: held[i].to(device) for i in wanted if i in held}
     dtype = torch.uint8 if all(plan[2] for plan in plans) else torch.int16
     shapes = {i: shape for plan in plans for i, shape in plan[0].items()}
     asked = [[i for i in plan[1] if i in held] for plan in plans]

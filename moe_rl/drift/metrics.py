@@ -9,7 +9,7 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int, Int64, Real
+from jaxtyping import Bool, Float, Float64, Int64, Integer, Real
 from torch import Tensor
 
 ScoreKind = Literal["logits", "probabilities", "sigmoid"]
@@ -25,12 +25,14 @@ class ChangeSums(NamedTuple):
     tokens: int
 
 
-def change_sums(old: Int[Tensor, "T L K"], new: Int[Tensor, "T L K"], mask: Bool[Tensor, " T"], experts: int) -> ChangeSums:
+def change_sums(
+    old: Integer[Tensor, "T L K"], new: Integer[Tensor, "T L K"], mask: Bool[Tensor, " T"], experts: int
+) -> ChangeSums:
     """Raises ValueError at an unmasked row with an expert twice or outside [0, experts)."""
     return slot_change(checked_slots(old, mask, experts, "old"), checked_slots(new, mask, experts, "new"))
 
 
-def expert_load(routes: Int[Tensor, "T L K"], experts: int, mask: Bool[Tensor, " T"]) -> Int64[Tensor, "L E"]:
+def expert_load(routes: Integer[Tensor, "T L K"], experts: int, mask: Bool[Tensor, " T"]) -> Int64[Tensor, "L E"]:
     """Unmasked tokens that each layer sends to each expert. Raises ValueError as `change_sums` does."""
     return slot_load(checked_slots(routes, mask, experts, "routes"), experts)
 
@@ -57,7 +59,7 @@ def dead_experts(counts: Real[Tensor, "L E"]) -> Int64[Tensor, " L"]:
     return (counts == 0).sum(-1)
 
 
-def flipped(old: Int[Tensor, "T L K"], new: Int[Tensor, "T L K"]) -> Bool[Tensor, "T L"]:
+def flipped(old: Integer[Tensor, "T L K"], new: Integer[Tensor, "T L K"]) -> Bool[Tensor, "T L"]:
     """Where S_old != S_new. Both ascending in K (as the routers' logs are); entries need not be valid."""
     return (old != new).any(dim=-1)
 
@@ -83,12 +85,14 @@ def router_kl(old: Float[Tensor, "T L E"], new: Float[Tensor, "T L E"]) -> Float
     return (old.exp() * (d.expm1() - d).clamp(min=0)).sum(dim=-1)
 
 
-def gate_shift(old: Float[Tensor, "T L E"], new: Float[Tensor, "T L E"], routes: Int[Tensor, "T L K"]) -> Float[Tensor, "T L"]:
+def gate_shift(
+    old: Float[Tensor, "T L E"], new: Float[Tensor, "T L E"], routes: Integer[Tensor, "T L K"]
+) -> Float[Tensor, "T L"]:
     """Mean over the old choice of |log p_new - log p_old|."""
     return (new - old).gather(-1, routes.long()).abs().mean(dim=-1)
 
 
-def margin(scores: Float[Tensor, "T L E"], routes: Int[Tensor, "T L K"], groups: int | None = None) -> Float[Tensor, "T L"]:
+def margin(scores: Float[Tensor, "T L E"], routes: Integer[Tensor, "T L K"], groups: int | None = None) -> Float[Tensor, "T L"]:
     """k-th minus (k+1)-th selection score: how far the choice is from a tie. Infinite where K = E.
 
     groups: of group-limited routing; the (k+1)-th is then the best of the rest of the groups that the choice touches.
@@ -102,7 +106,7 @@ def margin(scores: Float[Tensor, "T L E"], routes: Int[Tensor, "T L K"], groups:
     return scores.gather(-1, places).amin(-1) - rest.amax(-1)
 
 
-def slot_change(old: Int[Tensor, "K T L"], new: Int[Tensor, "K T L"]) -> ChangeSums:
+def slot_change(old: Integer[Tensor, "K T L"], new: Integer[Tensor, "K T L"]) -> ChangeSums:
     """`change_sums` of what `checked_slots` gave."""
     topk, tokens = old.shape[0], old.shape[1]
     kept = torch.zeros_like(old, dtype=torch.bool)
@@ -115,16 +119,20 @@ def slot_change(old: Int[Tensor, "K T L"], new: Int[Tensor, "K T L"]) -> ChangeS
     return ChangeSums(change, (shared < topk).sum(0).double(), jaccard, tokens)
 
 
-def slot_load(slots: Int[Tensor, "K T L"], experts: int) -> Int64[Tensor, "L E"]:
+def slot_load(slots: Integer[Tensor, "K T L"], experts: int) -> Int64[Tensor, "L E"]:
     """`expert_load` of what `checked_slots` gave."""
     layers = slots.shape[2]
     flat = slots.long() + torch.arange(layers, device=slots.device) * experts
     return torch.bincount(flat.flatten(), minlength=layers * experts).view(layers, experts)
 
 
-def checked_slots(routes: Int[Tensor, "T L K"], mask: Bool[Tensor, " T"], experts: int, name: str) -> Int[Tensor, "K N L"]:
+def checked_slots(
+    routes: Integer[Tensor, "T L K"], mask: Bool[Tensor, " T"], experts: int, name: str
+) -> Integer[Tensor, "K N L"]:
     """The unmasked rows as [K, T, L], narrow and contiguous: comparisons of slots then run over whole planes."""
     slots = routes[mask].permute(2, 0, 1)
+    if slots.dtype.itemsize < 4:
+        slots = slots.to(torch.int32)  # a uint8 compared with 256 is compared with 0
     outside = (slots < 0) | (slots >= experts)
     if outside.any():
         _refuse(outside, slots, mask, name, f"outside [0, {experts})")

@@ -13,9 +13,6 @@ from models.stream import Stream
 from moe_rl.drift.metrics import ScoreKind, flipped, gate_log_distribution, margin
 from moe_rl.drift.sums import DriftSums, ScoredRows
 
-# Knuth's multiplicative hash: which tokens are observed depends on what they are, not on the layout
-_HASH = 2654435761
-
 
 @dataclass(frozen=True)
 class PassRecord:
@@ -55,9 +52,10 @@ class RouteObserver:
             stream.observe = None
             return
         rows = torch.arange(stream.first, stream.first + stream.size_here, device=stream.tokens.device)
-        names = torch.tensor([*stream.samples, 0], device=rows.device)  # one more for filler
+        samples = stream.samples or range(len(stream.lengths))
+        names = torch.tensor([*samples, 0], device=rows.device)  # one more for filler
         key = (names[stream.row[rows]] + 1) * 1_000_003 + stream.position[rows] * 31 + step * 7919
-        wanted = (key * _HASH) % 2**32 >= round((1 - self.scores_share) * 2**32)
+        wanted = _mixed(key) >= round((1 - self.scores_share) * 2**32)
         wanted |= torch.tensor([*here, False], device=rows.device)[stream.row[rows]]
         stream.observe = (wanted & (rows < stream.real)).nonzero()[:, 0]
 
@@ -89,9 +87,11 @@ class RouteObserver:
         for pair in pairs:
             old, new = (r.live if view == "local" else r.choice for r in (pair.old, pair.new))
             mask = _mask(pair.stream, prompt=view == "prompt")
-            known = (old >= 0).flatten(1).all(dim=1)  # what an engine did not know cannot be compared
-            anywhere.append((flipped(old, new).any(dim=1) & known)[mask])
-            mask &= known
+            flips, response = flipped(old, new).any(dim=1), mask
+            if old.dtype != torch.uint8:  # what an engine did not know cannot be compared
+                known = (old >= 0).flatten(1).all(dim=1)
+                flips, mask = flips & known, mask & known
+            anywhere.append(flips[response])
             if self.places:
                 scored = _scored(pair, old, mask)
                 total = total + DriftSums.measure(old, new, mask, experts, scored).placed(self.places, len(self.layers))
@@ -105,6 +105,15 @@ class RouteObserver:
         whole = flips.to(torch.uint8)
         dist.all_reduce(whole, dist.ReduceOp.MAX, group=pipeline.group)
         return whole.bool() if pipeline.rank == 0 else flips[:0]
+
+
+def _mixed(key: Tensor) -> Tensor:
+    """Numbers in [0, 2^32) that look random, so that the rows kept depend on what they are and not on the layout: the last
+    step of MurmurHash3. (A single multiplication leaves a lattice, of which 1 % can be 2 %.)"""
+    low = 2**32 - 1
+    key = (((key & low) ^ ((key & low) >> 16)) * 0x85EBCA6B) & low
+    key = ((key ^ (key >> 13)) * 0xC2B2AE35) & low
+    return key ^ (key >> 16)
 
 
 def _mask(stream: Stream, *, prompt: bool) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Integer
 from torch import Tensor
 
 from moe_rl.drift.metrics import (
@@ -41,7 +41,7 @@ class ScoredRows(NamedTuple):
 
     old: Float[Tensor, "n L E"]
     new: Float[Tensor, "n L E"]
-    old_routes: Int[Tensor, "n L K"]
+    old_routes: Integer[Tensor, "n L K"]
     old_margin: Float[Tensor, "n L"]
 
 
@@ -64,8 +64,8 @@ class DriftSums:
 
     @staticmethod
     def measure(
-        old: Int[Tensor, "T L K"],
-        new: Int[Tensor, "T L K"],
+        old: Integer[Tensor, "T L K"],
+        new: Integer[Tensor, "T L K"],
         mask: Bool[Tensor, " T"],
         experts: int,
         scored: ScoredRows | None = None,
@@ -97,7 +97,9 @@ class DriftSums:
 
     def with_any(self, flips: Bool[Tensor, " T"]) -> "DriftSums":
         """flips: of each unmasked token, whether any layer of the whole model flipped."""
-        return DriftSums(self.layers, self.load, self.any + torch.stack([flips.sum(), torch.tensor(len(flips))]).to(self.any))
+        return DriftSums(
+            self.layers, self.load, self.any + torch.stack([flips.sum(), torch.ones_like(flips).sum()]).to(self.any)
+        )
 
     def placed(self, positions: Sequence[int], layers: int) -> "DriftSums":
         """These layers at their positions among all `layers` MoE layers of the model; zeros elsewhere."""

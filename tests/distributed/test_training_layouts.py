@@ -129,7 +129,7 @@ def test_at_learning_rate_zero_nothing_moves(runs: Runs, layout: str) -> None:
         assert line["optimizer/grad_norm"] > 0
     ours, loaded = (tensors(runs.saved(run, step)) for run, step in ((name(layout, STILL), 2), ("base", 0)))
     weights = [key for key in loaded if not key.startswith(("optimizer.", "random"))]
-    assert len(weights) > 40 and all(torch.equal(ours[key], loaded[key]) for key in weights)
+    assert len(weights) > 30 and all(torch.equal(ours[key], loaded[key]) for key in weights)
 
 
 @pytest.mark.parametrize("layout", ["EP2", "PP2 virtual"])

@@ -38,6 +38,39 @@ def assert_same(config: RunConfig, folder: Path) -> None:
     assert load(resolved) == config
 
 
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["replay.mode=r2", "drift.enabled=false"], "replay.mode=r2"),
+        (["replay.mode=r3"], "replay.mode=r3"),
+        (["replay.mode=filtered", "drift.enabled=false"], "replay.mode=filtered"),
+        ([], "drift.enabled=true"),
+    ],
+)
+def test_a_fused_router_is_refused_where_it_would_be_replayed_or_observed(file: Path, keys: list[str], reason: str) -> None:
+    """Case 15."""
+    with pytest.raises(UsageError, match=rf"^model\.router_fusion=true: .* so {re.escape(reason)} would do nothing, silently;"):
+        load(file, ["model.router_fusion=true", *keys])
+    assert load(file, ["model.router_fusion=true", "drift.enabled=false"]).model.router_fusion
+    with pytest.raises(UsageError, match=r"^model\.router_fusion=true: its recomputation could choose other experts"):
+        load(file, ["model.router_fusion=true", "drift.enabled=false", "model.recompute=full"])
+
+
+@pytest.mark.parametrize(
+    ("key", "constraint"),
+    [
+        ("replay.mode=r4", "'filtered'"),
+        ("replay.source=off", "'r2' or 'r3'"),
+        ("replay.keep_share=0", "greater than 0"),
+        ("replay.keep_share=1.5", "less than or equal to 1"),
+        ("drift.scores_share=1.5", "less than or equal to 1"),
+    ],
+)
+def test_what_replay_and_drift_may_be(file: Path, key: str, constraint: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{re.escape(key)}: must be .*{constraint}"):
+        load(file, [key])
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_load_and_lie_beneath_the_file(file: Path, tmp_path: Path, name: str) -> None:
     config = load(file, [f"model.preset={name}", "model.layers=3", "model.dense_layers=[0]"])

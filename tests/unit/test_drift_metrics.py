@@ -60,7 +60,7 @@ def test_all_experts_a_token_never_change() -> None:
     assert load_entropy(expert_load(old, 4, everyone(old))).tolist() == pytest.approx([1.0, 1.0])
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize(("topk", "experts"), [(1, 5), (2, 5), (4, 9), (8, 40)])
 def test_against_python_sets(dtype: torch.dtype, topk: int, experts: int) -> None:
     old, new = (random_routes(50, 3, topk, experts, seed).to(dtype) for seed in (0, 1))
@@ -108,6 +108,16 @@ def test_ids_beyond_the_narrow_storage_are_neither_wrapped_nor_confused() -> Non
         expert_load(routes, 100, torch.ones(1, dtype=torch.bool))
     sums = change_sums(routes, torch.tensor([[[1, 2]]]), torch.ones(1, dtype=torch.bool), 2**17)
     assert sums.change.tolist() == [0.5]
+
+
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.uint8, 256), (torch.uint8, 300), (torch.int16, 2**15)])
+def test_as_many_experts_as_the_storage_has_numbers(dtype: torch.dtype, experts: int) -> None:
+    """A uint8 compared with 256 is compared with 0, and an int16 with 2^15 likewise."""
+    last = min(experts, 256) - 1
+    old, new = (torch.tensor([[[a, last]]]).to(dtype) for a in (0, 7))
+    one = torch.ones(1, dtype=torch.bool)
+    assert change_sums(old, new, one, experts).change.tolist() == [0.5]
+    assert expert_load(new, experts, one)[0].nonzero()[:, 0].tolist() == [7, last]
 
 
 def test_load_by_hand() -> None:

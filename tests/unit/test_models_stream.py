@@ -42,6 +42,24 @@ def test_a_rank_with_nothing_left_brings_filler_that_asks_for_nothing() -> None:
     assert stream.targets is not None and stream.targets.tolist() == []
 
 
+def test_parts_of_tensor_ranks_and_what_their_rows_are_called() -> None:
+    """Nine tokens as three parts of three: rows 0-1 are of the first sequence, 2 of the second, 3-5 of the third, then
+    filler."""
+    names = [
+        ["sample 7, token 0", "sample 7, token 1", "sample 4, token 0"],
+        ["sample 11, token 0", "sample 11, token 1", "sample 11, token 2"],
+        ["filler token 0", "filler token 1", "filler token 2"],
+    ]
+    sequences = [[5, 6, 7], [8, 9], [1, 2, 3, 4]]
+    for rank in range(3):
+        stream = pack_sequences(sequences, [1, 1, 2], 9, CPU, samples=[7, 4, 11], part=(rank, 3))
+        assert (stream.first, stream.size_here) == (3 * rank, 3)
+        assert [stream.describe(row) for row in range(3)] == names[rank]
+    whole = pack_sequences(sequences, [1, 1, 2], 9, CPU)
+    assert (whole.first, whole.size_here) == (0, 9)
+    assert whole.describe(4) == "sample 2, token 1"  # without names: which of the stream's sequences
+
+
 @pytest.mark.parametrize(
     ("prompt", "size", "text"), [(1, 1, "a stream of 1 cannot hold 2"), (0, 9, "prompt"), (3, 9, "prompt")]
 )
