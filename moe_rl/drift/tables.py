@@ -21,8 +21,8 @@ RATE = "expert_change_rate"
 def tables(runs: Sequence[Run], last: int) -> list[Group]:
     """Every table that some run has numbers for."""
     found: list[Group | None] = [_overview(runs, last)]
-    views = sorted({view for run in runs for view in run.history.views()})
-    for view in views:
+    there = {view for run in runs for view in run.history.views()}
+    for view in [*(view for view in hints.MEANING if view in there), *sorted(there - set(hints.MEANING))]:
         if len(runs) == 1:
             found.append(_layers_by_minibatch(runs[0], *view, last))
         else:
