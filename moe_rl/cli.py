@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from parallel.errors import UsageError
@@ -29,6 +30,17 @@ _EVAL_EXAMPLES = """\
 examples:
   moe-rl eval configs/quickstart.yaml checkpoint.load=runs/quickstart
   moe-rl eval configs/quickstart.yaml checkpoint.load=runs/quickstart eval.samples=8 eval.temperature=1"""
+
+_DRIFT_EXAMPLES = """\
+examples:
+  moe-rl drift runs/quickstart                   tables here, data in runs/quickstart/drift/*.csv
+  moe-rl drift runs/grpo runs/gspo --last 20     two runs side by side
+  moe-rl drift traces/                           a directory of Megatron-Core's router_trace_rank*.jsonl: load alone"""
+
+_REPORT_EXAMPLES = """\
+examples:
+  moe-rl report runs/quickstart                            writes runs/quickstart/report.html
+  moe-rl report runs/grpo runs/gspo --output compare.html  one page, one colour a run"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,6 +84,12 @@ def _parser() -> _Parser:
         command.add_argument(
             "overrides", metavar="key=value", nargs="*", default=[], help="settings above the file's, by dotted key"
         )
+    command = _add_command(commands, "drift", "how routing moved: tables from metrics and traces", _DRIFT_EXAMPLES, _drift)
+    command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
+    command.add_argument("--last", metavar="N", type=_positive, default=10, help="steps that are averaged (default 10)")
+    command = _add_command(commands, "report", "one HTML page of a run, or of several compared", _REPORT_EXAMPLES, _report)
+    command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
+    command.add_argument("--output", metavar="FILE", help="where the page goes (default: report.html in the first RUN)")
     _add_command(
         commands, "doctor", "what is installed, what will be used, what is wrong", "example:\n  moe-rl doctor", _doctor
     )
@@ -97,6 +115,25 @@ class _Version(argparse.Action):
 
         print(f"moe-rl {importlib.metadata.version('moe-rl')}")
         parser.exit()
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text}: must be an integer of at least 1")
+    return value
+
+
+def _drift(arguments: argparse.Namespace) -> int:
+    from moe_rl.drift.command import drift
+
+    return drift([Path(run) for run in arguments.runs], arguments.last)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from moe_rl.report.command import report
+
+    return report([Path(run) for run in arguments.runs], Path(arguments.output) if arguments.output else None)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -30,9 +30,14 @@ def summary(lines: Sequence[Line], directory: Path, last: int = 10) -> Group:
 
 def plain(lines: Sequence[Line], directory: Path, last: int = 10) -> str:
     """The same as text of at most 80 columns, without colour or box characters."""
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False, force_terminal=False)
+    return as_text(summary(lines, directory, last), _WIDTH)
+
+
+def as_text(part: RenderableType, width: int) -> str:
+    """What rich would print, without colour or box characters."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False, force_terminal=False)
     with console.capture() as capture:
-        console.print(summary(lines, directory, last))
+        console.print(part)
     text = capture.get().replace("─", "-")
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
 
@@ -73,7 +78,7 @@ def _progress(lines: Sequence[Line], last: int) -> Table:
 
 def _change_table(change: Mapping[int, Mapping[int, float]], last: int) -> Table:
     minibatches = sorted({minibatch for by_minibatch in change.values() for minibatch in by_minibatch})
-    columns, layers = _spread(minibatches, _MOST_COLUMNS), _spread(sorted(change), _MOST_ROWS)
+    columns, layers = spread(minibatches, _MOST_COLUMNS), spread(sorted(change), _MOST_ROWS)
     table = Table(box=SIMPLE_HEAD, title=_CHANGE_TITLE.format(last=last), title_justify="left")
     table.add_column("layer", no_wrap=True)
     for minibatch in columns:
@@ -86,7 +91,7 @@ def _change_table(change: Mapping[int, Mapping[int, float]], last: int) -> Table
     return table
 
 
-def _spread(items: list[int], most: int) -> list[int]:
+def spread(items: list[int], most: int) -> list[int]:
     """At most `most` of `items`, evenly spaced, the first and the last among them."""
     if len(items) <= most:
         return items
