@@ -68,8 +68,11 @@ class PolicyUpdate:
                     sum(sequences[i].entering for i in places),
                 )
             )
+        parts = [part for minibatch in minibatches for part in minibatch.parts]
+        for part in parts:
+            self.observer.mark(part.microbatch.stream, step)
         if routes is not None:
-            self._lay_out([part for minibatch in minibatches for part in minibatch.parts], routes)
+            self._lay_out(parts, routes)
         elif self.replay.replays_rollout:
             raise ValueError("replay.mode=r3: the rollout engine recorded no routes")
         return minibatches

@@ -55,7 +55,7 @@ def heading(run: Run) -> Iterator[str]:
         if run.router_trace:
             yield "  they hold one pass and pair nothing: load is all they can tell"
         elif header and header.replay not in ("off", ""):
-            yield f"  replay {header.replay}: the traces hold the routes that were used, which replay makes agree"
+            yield f"  replay {header.replay}: new routes in the traces are the routers' own choice (local), not the forced one"
     for note in run.notes:
         yield f"  skipped {note}"
 

@@ -69,8 +69,8 @@ class Instruments:
         return minibatch.places[:wanted]
 
     def mark(self, minibatches: Sequence[Minibatch], look: Look) -> None:
-        """Before the first pass: which rows' scores are kept."""
-        for minibatch in minibatches:
+        """Before the first pass: the scores of sampled sequences are kept whole."""
+        for minibatch in minibatches if look.close else ():
             full = frozenset(self.sampled(minibatch, look))
             for part in minibatch.parts:
                 self.update.observer.mark(part.microbatch.stream, look.step, full)

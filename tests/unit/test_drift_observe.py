@@ -176,7 +176,7 @@ def test_without_observed_rows_routes_are_compared_and_scores_are_not(runtime: R
         assert (stream.observe, old.gates, old.margins) == (None, None, None)
         sums = observer.compare([Compared(stream, old, new)])
         assert (sums.sum_of("change").tolist(), sums.sum_of("scored").tolist()) == ([2, 0.5], [0, 0])
-        observer.mark(stream, step=1, share=1.0)
+        observer.mark(stream, step=1, full=frozenset(stream.samples))
         assert stream.observe is not None and stream.observe.tolist() == [0, 1, 2, 3, 4]  # no filler
 
 

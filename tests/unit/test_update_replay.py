@@ -202,7 +202,7 @@ def test_unknown_rollout_routes_are_the_live_routers(runtime: Runtime) -> None:
         unknown = 0
         for minibatch in minibatches:
             for part, choice, live in zip(minibatch.parts, used(minibatch), used(minibatch, "live"), strict=True):
-                stream, wanted = part.microbatch.stream, own_routes(Minibatch([part], minibatch.denominators, 0), routes)[0]
+                stream, wanted = part.microbatch.stream, own_routes(Minibatch([], [part], minibatch.denominators, 0), routes)[0]
                 mine = torch.tensor([stream.samples[int(row)] == 3 for row in stream.row])
                 assert torch.equal(choice[mine], live[mine]) and torch.equal(choice[~mine], wanted[~mine])
                 unknown += sum(int((~kept).sum()) for kept in stream.routes.kept.values())  # pyright: ignore
