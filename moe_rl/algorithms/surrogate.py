@@ -44,13 +44,17 @@ def clipped_objective(log_ratio: Float[Tensor, " N"], advantages: Float[Tensor, 
 
 
 def ratio_metrics(log_ratio: Float[Tensor, " N"], clipped: Clipped, counted: Bool[Tensor, " N"]) -> Metrics:
-    """Of the N tokens (GRPO) or sequences (GSPO) that count. Ratios are shown up to exp(LOG_RATIO_BOUND)."""
+    """Of the N tokens (GRPO) or sequences (GSPO) that count. Ratios are shown up to exp(LOG_RATIO_BOUND).
+
+    ratio/tail_fraction: share with max(r, 1 / r) > 2.
+    """
     log_ratio = log_ratio.detach().double()
     ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
     metrics = Metrics()
     for key, values in {
         "ratio/mean": ratio,
         "ratio/log_abs_mean": log_ratio.abs(),
+        "ratio/tail_fraction": log_ratio.abs() > math.log(2),
         "ratio/clip_fraction": clipped.cut_low | clipped.cut_high,
         "ratio/clip_fraction_low": clipped.cut_low,
         "ratio/clip_fraction_high": clipped.cut_high,

@@ -73,3 +73,8 @@ def test_each_sequence_weighs_the_same_whatever_its_length(make_inputs: MakeInpu
     # A = 1 over 9 tokens and A = -1 over 1 token, ratio 1: 1 - 1 = 0. Weighted by tokens it would be -(9 - 1) / 10 = -0.8.
     inputs = make_inputs([[0.0] * 9, [0.0]], [1.0, -1.0])
     assert grpo_loss(inputs, CLIP, Denominators(2, 10))[0].item() == pytest.approx(0, abs=1e-15)
+
+
+def test_tails_are_ratios_beyond_two_either_way(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs([logs(1.9, 2.1, 1.0), logs(0.45, 0.55)], [1.0, 1.0])
+    assert grpo_loss(inputs, CLIP, Denominators(2, 5))[1].means()["ratio/tail_fraction"] == pytest.approx(2 / 5)
