@@ -18,6 +18,7 @@ from pydantic import (
 
 from models.config import PRESETS, ModelConfig, OptimizerConfig
 from moe_rl import config_errors, config_values, yaml_text
+from moe_rl.drift.watch_config import WatchSection
 from parallel.config import ParallelConfig
 from parallel.errors import UsageError
 
@@ -97,6 +98,7 @@ class ReplaySection(Section):
 
 class DriftSection(Section):
     enabled: bool = Field(default=True, description="routes of the old and the update passes, compared by layer and minibatch")
+    watch: WatchSection = WatchSection()
 
 
 class SftSection(Section):
