@@ -27,7 +27,9 @@ class Watch:
     """Rules, what they remember, and which of them have fired and are not quiet yet."""
 
     def __init__(self, section: WatchSection) -> None:
-        self._rules = {name: _Watched(name, section) for name in RULES if section.enabled and _rule(section, name).action != "off"}
+        self._rules = {
+            name: _Watched(name, section) for name in RULES if section.enabled and _rule(section, name).action != "off"
+        }
 
     def look(self, step: int, metrics: Line) -> list[Alarm]:
         """Call once a step, with every metric of it, before they are written; a line without the keys of RL changes nothing.

@@ -87,7 +87,9 @@ class WatchSection(_Section):
     """The rules, by the names that alarms carry."""
 
     enabled: bool = Field(default=True, description="look for signs of instability in the metrics of every step")
-    warmup: PositiveInt = Field(default=5, description="steps whose median is the level at the start; no alarm before it is known")
+    warmup: PositiveInt = Field(
+        default=5, description="steps whose median is the level at the start; no alarm before it is known"
+    )
     quiet: PositiveInt = Field(default=10, description="steps without cause after which a rule that fired may fire again")
     reward: RewardRule = RewardRule()
     signal: SignalRule = SignalRule()

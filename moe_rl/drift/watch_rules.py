@@ -68,16 +68,17 @@ def reward(section: RewardRule, memory: Memory, metrics: Line) -> Reading | None
     now = _finite(metrics, "reward/mean")
     if now is None:
         return None
-    level = fmean(memory.recent("reward", now, section.window))
-    if memory.start(now) is None and "start" not in memory.lists:
+    recent = memory.recent("reward", now, section.window)
+    if len(recent) < min(section.window, memory.warmup):
         return None
+    level = fmean(recent)
     best = memory.best(level)
     if best < section.floor:
         return None
     share = level / best
     text = (
-        f"reward of {level:.3f} ({section.window} steps) is {share:.0%} of its best {best:.3f}: the policy loses what it learned; "
-        "go back to a checkpoint from before, with a lower optimizer.lr or fewer algorithm.minibatches"
+        f"reward of {level:.3f} ({section.window} steps) is {share:.0%} of its best {best:.3f}: the policy loses what "
+        "it learned; go back to a checkpoint from before, with a lower optimizer.lr or fewer algorithm.minibatches"
     )
     return Reading(share, share < section.threshold, text)
 
@@ -189,9 +190,9 @@ def expert_change(section: ExpertChangeRule, memory: Memory, metrics: Line) -> R
         return None
     usual, noise = max(start, section.floor), _finite(metrics, "drift/noise/expert_change_rate/mean") or 0.0
     text = (
-        f"expert change rate of {level:.4f} at the last minibatch ({section.window} steps) is {level / usual:.1f} times the early "
-        f"{usual:.4f} (noise {noise:.4f}): routing leaves the policy that sampled; lower optimizer.lr or algorithm.minibatches, "
-        "replay routes (GRPO) or use algorithm.name=gspo"
+        f"expert change rate of {level:.4f} at the last minibatch ({section.window} steps) is {level / usual:.1f} times the "
+        f"early {usual:.4f} (noise {noise:.4f}): routing leaves the policy that sampled; lower optimizer.lr or "
+        "algorithm.minibatches, replay routes (GRPO) or take algorithm.name=gspo"
     )
     cause = level / usual > section.threshold and level > section.noise_multiple * noise
     return Reading(level / usual, cause, text)
@@ -265,7 +266,7 @@ def _finite(metrics: Line, key: str) -> float | None:
 
 
 def _last_change(metrics: Line) -> float | None:
-    """Mean over layers at the last minibatch; of the natural choice under replay, where the routes used agree by construction."""
+    """At the last minibatch, mean over layers; of the natural choice under replay, where the routes used agree by force."""
     found = [match for key in metrics if (match := _LAST_MINIBATCH.fullmatch(key))]
     if any(match[1] for match in found):
         found = [match for match in found if match[1]]

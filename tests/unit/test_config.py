@@ -103,7 +103,7 @@ def test_the_base_lies_beneath_the_file(file: Path) -> None:
         ("rollout.promts=4", "unknown key rollout.promts; did you mean rollout.prompts?"),
         ("run.lr=1", "unknown key run.lr; did you mean optimizer.lr?"),
         ("promts=4", "unknown key promts; did you mean rollout.prompts?"),
-        ("drift.watch.reward.treshold=1", "unknown key drift.watch.reward.treshold; did you mean drift.watch.reward.threshold?"),
+        ("drift.watch.reward.treshold=1", "key drift.watch.reward.treshold; did you mean drift.watch.reward.threshold?"),
         ("drift.watch.rewards.threshold=1", "unknown key drift.watch.rewards; did you mean drift.watch.reward?"),
         ("drift.wach.reward.threshold=1", "unknown key drift.wach; did you mean drift.watch?"),
         ("watch.reward.threshold=1", "unknown key watch; did you mean drift.watch?"),
