@@ -48,12 +48,12 @@ class EntropyLowRule(RuleSection):
 
 
 class EntropyHighRule(RuleSection):
-    threshold: float = Field(default=2.0, gt=1, description="alarm above this multiple of the entropy at the start")
+    threshold: float = Field(default=1.5, gt=1, description="alarm above this multiple of the entropy at the start")
     window: PositiveInt = Field(default=5, description="steps averaged")
 
 
 class GradNormRule(RuleSection):
-    threshold: float = Field(default=5.0, gt=1, description="alarm above this multiple of the running median")
+    threshold: float = Field(default=4.0, gt=1, description="alarm above this multiple of the running median")
     window: PositiveInt = Field(default=20, description="earlier steps whose median it is")
 
 
@@ -64,6 +64,14 @@ class ExpertChangeRule(RuleSection):
         default=3.0, description="and only above this multiple of drift/noise, where that is measured"
     )
     floor: PositiveFloat = Field(default=0.005, description="the least early level that is counted with: a rate, 0 to 1")
+
+
+class ExpertChangeLevelRule(RuleSection):
+    threshold: float = Field(default=0.05, gt=0, lt=1, description="alarm above this rate")
+    window: PositiveInt = Field(default=5, description="steps whose median it is")
+    noise_multiple: NonNegativeFloat = Field(
+        default=3.0, description="and only above this multiple of drift/noise, where that is measured"
+    )
 
 
 class LoadEntropyRule(RuleSection):
@@ -99,6 +107,7 @@ class WatchSection(_Section):
     entropy_high: EntropyHighRule = EntropyHighRule()
     grad_norm: GradNormRule = GradNormRule()
     expert_change: ExpertChangeRule = ExpertChangeRule()
+    expert_change_level: ExpertChangeLevelRule = ExpertChangeLevelRule()
     load_entropy: LoadEntropyRule = LoadEntropyRule()
     max_violation: MaxViolationRule = MaxViolationRule()
     dead_experts: DeadExpertsRule = DeadExpertsRule()

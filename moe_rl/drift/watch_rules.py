@@ -14,6 +14,7 @@ from moe_rl.drift.watch_config import (
     DeadExpertsRule,
     EntropyHighRule,
     EntropyLowRule,
+    ExpertChangeLevelRule,
     ExpertChangeRule,
     GradNormRule,
     LoadEntropyRule,
@@ -179,7 +180,7 @@ def expert_change(section: ExpertChangeRule, memory: Memory, metrics: Line) -> R
     now = _last_change(metrics)
     if now is None:
         return None
-    level = median(memory.recent("change", now, section.window))
+    level, noise = median(memory.recent("change", now, section.window)), _noise(memory, metrics)
     lr, before = _finite(metrics, "optimizer/lr"), memory.lists.get("lr")
     if lr is not None:
         memory.lists["lr"] = [lr]
@@ -188,7 +189,7 @@ def expert_change(section: ExpertChangeRule, memory: Memory, metrics: Line) -> R
     start = memory.start(now)
     if start is None:
         return None
-    usual, noise = max(start, section.floor), _finite(metrics, "drift/noise/expert_change_rate/mean") or 0.0
+    usual = max(start, section.floor)
     text = (
         f"expert change rate of {level:.4f} at the last minibatch ({section.window} steps) is {level / usual:.1f} times the "
         f"early {usual:.4f} (noise {noise:.4f}): routing leaves the policy that sampled; lower optimizer.lr or "
@@ -196,6 +197,23 @@ def expert_change(section: ExpertChangeRule, memory: Memory, metrics: Line) -> R
     )
     cause = level / usual > section.threshold and level > section.noise_multiple * noise
     return Reading(level / usual, cause, text)
+
+
+def expert_change_level(section: ExpertChangeLevelRule, memory: Memory, metrics: Line) -> Reading | None:
+    """The expert change rate at the last minibatch as it is: high from the first step on, it has no calm level to rise over."""
+    now = _last_change(metrics)
+    if now is None:
+        return None
+    recent, noise = memory.recent("change", now, section.window), _noise(memory, metrics)
+    if len(recent) < section.window:
+        return None
+    level = median(recent)
+    text = (
+        f"expert change rate of {level:.4f} at the last minibatch ({section.window} steps, noise {noise:.4f}): the policy that "
+        "is updated uses other experts than the one that sampled; lower optimizer.lr or algorithm.minibatches, replay routes "
+        "(GRPO) or take algorithm.name=gspo"
+    )
+    return Reading(level, level > section.threshold and level > section.noise_multiple * noise, text)
 
 
 def load_entropy(section: LoadEntropyRule, memory: Memory, metrics: Line) -> Reading | None:
@@ -254,6 +272,7 @@ RULES: dict[str, Callable[[Any, Memory, Line], Reading | None]] = {
     "entropy_high": entropy_high,
     "grad_norm": grad_norm,
     "expert_change": expert_change,
+    "expert_change_level": expert_change_level,
     "load_entropy": load_entropy,
     "max_violation": max_violation,
     "dead_experts": dead_experts,
@@ -263,6 +282,13 @@ RULES: dict[str, Callable[[Any, Memory, Line], Reading | None]] = {
 def _finite(metrics: Line, key: str) -> float | None:
     value = metrics.get(key)
     return value if value is not None and math.isfinite(value) else None
+
+
+def _noise(memory: Memory, metrics: Line) -> float:
+    """The noise floor of the expert change rate, which is measured now and then: the last one. 0 before the first."""
+    if (noise := _finite(metrics, "drift/noise/expert_change_rate/mean")) is not None:
+        memory.lists["noise"] = [noise]
+    return memory.lists.get("noise", [0.0])[0]
 
 
 def _last_change(metrics: Line) -> float | None:

@@ -26,6 +26,11 @@ def section(rule: str = "reward", warmup: int = 2, quiet: int = 5, **settings: A
     return WatchSection.model_validate({"warmup": warmup, "quiet": quiet, rule: settings})
 
 
+def silenced(watched: WatchSection) -> WatchSection:
+    """Without the rule on the rate as it is, where that of its rise is under test."""
+    return watched.model_copy(update={"expert_change_level": watched.expert_change_level.model_copy(update={"action": "off"})})
+
+
 def lines(**columns: list[Any]) -> list[Line]:
     """A line a step from a list a key; `__` in a name stands for /."""
     return [
@@ -115,24 +120,36 @@ def test_expert_change_rises_over_its_early_level() -> None:
                         for lr, rate in zip([0, 1, 2, 2, 2, 1, 1], rates, strict=True)]  # fmt: skip
     # the learning rate rises until step 3; early level (1 + 3) / 2; 6 is three times that, not above
     settings: dict[str, Any] = {"rule": "expert_change", "window": 1, "threshold": 3.0, "noise_multiple": 2.0}
-    assert fired(section(**settings, floor=1 / 64), rows) == [("expert_change", 7, 3.5)]
-    assert fired(section(**settings, floor=2.5 / 64), rows) == []
+    assert fired(silenced(section(**settings, floor=1 / 64)), rows) == [("expert_change", 7, 3.5)]
+    assert fired(silenced(section(**settings, floor=2.5 / 64)), rows) == []
     noisy = [{**row, NOISE: 3.5 / 64} for row in rows]  # 7 is twice the noise, not above
-    assert fired(section(**settings, floor=1 / 64), noisy) == []
+    assert fired(silenced(section(**settings, floor=1 / 64)), noisy) == []
+    noisy_once = [{**row, NOISE: 3.5 / 64} if step == 1 else row for step, row in enumerate(rows)]  # the last one counts
+    assert fired(silenced(section(**settings, floor=1 / 64)), noisy_once) == []
     quieter = [{**row, NOISE: 3 / 64} for row in rows]
-    assert fired(section(**settings, floor=1 / 64), quieter) == [("expert_change", 7, 3.5)]
+    assert fired(silenced(section(**settings, floor=1 / 64)), quieter) == [("expert_change", 7, 3.5)]
 
 
 def test_expert_change_without_a_learning_rate_counts_from_the_first_step() -> None:
     rows: list[Line] = [{CHANGE.format(3): rate / 64} for rate in (1, 3, 9, 9, 1, 9)]
     # medians of the last 3: after 1 3 9 it is 3, after 3 9 9 it is 9, 4.5 times the early 2
     watched = section("expert_change", window=3, threshold=3.0, floor=1 / 64)
-    assert fired(watched, rows) == [("expert_change", 4, 4.5)]
+    assert fired(silenced(watched), rows) == [("expert_change", 4, 4.5)]
+
+
+def test_expert_change_is_high_as_it_is() -> None:
+    rows: list[Line] = [{LR: step, CHANGE.format(7): rate / 64} for step, rate in enumerate((9, 1, 4, 4, 5, 5))]
+    # medians of three from the third step on: 4 (on the threshold), 4, 4, 5
+    settings: dict[str, Any] = {"rule": "expert_change_level", "window": 3, "threshold": 4 / 64, "noise_multiple": 2.0}
+    assert fired(section(**settings), rows) == [("expert_change_level", 6, 5 / 64)]
+    assert fired(section(**settings), [{NOISE: 2.5 / 64, **rows[0]}, *rows[1:]]) == []
+    local: list[Line] = [{CHANGE.format(7): 0.0, **{LOCAL.format(7): row[CHANGE.format(7)]}} for row in rows]
+    assert fired(section(**settings), local) == [("expert_change_level", 6, 5 / 64)]
 
 
 def test_expert_change_under_replay_is_that_of_the_natural_choice() -> None:
     rows: list[Line] = [{CHANGE.format(1): 0.0, LOCAL.format(0): 0.0, LOCAL.format(1): rate / 64} for rate in (1, 1, 4)]
-    watched = section("expert_change", window=1, threshold=3.0, floor=1 / 64)
+    watched = silenced(section("expert_change", window=1, threshold=3.0, floor=1 / 64))
     assert fired(watched, rows) == [("expert_change", 3, 4.0)]
     assert fired(watched, [{**row, LOCAL.format(1): None} for row in rows]) == []
 
@@ -213,6 +230,7 @@ LOOSE = WatchSection.model_validate(
     {"warmup": 3, "quiet": 2}
     | {name: {"window": 2} for name in ("reward", "signal", "expert_change", "load_entropy", "max_violation", "dead_experts")}
     | {"entropy_low": {"window": 2, "threshold": 0.5}, "entropy_high": {"window": 1}, "grad_norm": {"threshold": 2.0}}
+    | {"expert_change_level": {"window": 2, "threshold": 0.03}}
 )
 
 
@@ -281,10 +299,9 @@ def test_one_missing_key_silences_none_but_the_rules_that_need_it(key: str) -> N
         "drift/load/max_violation/mean": {"max_violation"},
         "drift/load/dead_experts/mean": {"dead_experts"},
     }
-    last_change = key == CHANGE.format(1)  # the minibatch before it shows 0 throughout
-    assert {rule for rule, *_ in fired(LOOSE, rows)} == set(RULES) - (
-        {"expert_change"} if last_change else silent.get(key, set())
-    )
+    if key == CHANGE.format(1):  # the minibatch before it shows 0 throughout
+        silent[key] = {"expert_change", "expert_change_level"}
+    assert {rule for rule, *_ in fired(LOOSE, rows)} == set(RULES) - silent.get(key, set())
 
 
 def test_a_constant_run_raises_nothing() -> None:
