@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from moe_rl import yaml_text
+from moe_rl.config import DriftSection
 from moe_rl.drift.watch import Alarm, Watch, alarm_metrics
 from moe_rl.drift.watch_config import WatchSection
 from moe_rl.drift.watch_rules import RULES, Line
@@ -333,3 +335,6 @@ def test_the_rules_are_those_of_the_settings_and_of_the_guide() -> None:
     guide = (ROOT / "docs" / "stability_watch.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| .* \| ([\d.]+) \|$", guide, re.MULTILINE))
     assert rows == {name: f"{getattr(WatchSection(), name).threshold:g}" for name in rules}
+    (example,) = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    watched = DriftSection.model_validate(yaml_text.parse(example, "guide")["drift"]).watch
+    assert (watched.reward.threshold, watched.reward.action, watched.dead_experts.action) == (0.6, "stop", "off")
