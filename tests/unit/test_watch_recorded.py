@@ -1,4 +1,4 @@
-"""The rules as they are set by default, on runs that were recorded (docs/stability_watch.md says how): the keys that rules read,
+"""The rules as they are set by default, on runs that were recorded as docs/stability_watch.md says: the keys that rules read,
 to five digits."""
 
 from pathlib import Path
