@@ -23,12 +23,15 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. position: problems drawn so far. policy_version: optimizer updates so far."""
+    """Where a run stands. position: problems drawn so far. policy_version: optimizer updates so far. replay: the mode that an
+    alarm switched on, else "". watch: the stability watch's state as JSON text, in which no format changes a number."""
 
     step: int
     position: int
     policy_version: int
     kl_coefficient: float
+    replay: str = ""
+    watch: str = ""
 
 
 def newest(directory: Path) -> Path | None:

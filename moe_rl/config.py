@@ -18,6 +18,7 @@ from pydantic import (
 
 from models.config import PRESETS, ModelConfig, OptimizerConfig
 from moe_rl import config_errors, config_values, yaml_text
+from moe_rl.drift.watch_config import WatchSection
 from parallel.config import ParallelConfig
 from parallel.errors import UsageError
 
@@ -121,6 +122,7 @@ class DriftSection(Section):
     probe_sequences: PositiveInt = Field(default=16, description="sequences in those passes")
     trace_every: NonNegativeInt = Field(default=10, description="steps between trace files; 0: none")
     trace_sequences: PositiveInt = Field(default=8, description="sequences a trace file holds, in each update")
+    watch: WatchSection = WatchSection()
 
 
 class SftSection(Section):

@@ -97,11 +97,11 @@ def _near_key(path: Sequence[str | int], model: type[BaseModel]) -> str:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
+    """Every key and every section, dotted."""
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
-        if inner is None:
-            yield prefix + name
-        else:
+        yield prefix + name
+        if inner is not None:
             yield from _keys(inner, f"{prefix}{name}.")
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from moe_rl import yaml_text
-from moe_rl.config_errors import holds_one_value, near, show, takes_number
+from moe_rl.config_errors import holds_one_value, near, section_at, show, takes_number
 from parallel.errors import UsageError
 
 
 def read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
-    """The mapping of sections in a YAML file; a section whose keys are all commented out is empty."""
+    """The mapping of sections in a YAML file; a section, at any depth, whose keys are all commented out is empty."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -28,7 +28,18 @@ def read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise UsageError(f"{path}: must hold a mapping of sections (run:, model:, ...), not {show(values)}")
-    return {key: {} if section is None and key in model.model_fields else section for key, section in values.items()}
+    return _without_empty(values, model)
+
+
+def _without_empty(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """`values` with {} where a section, at any depth, has nothing under it."""
+    result = {}
+    for key, value in values.items():
+        section = section_at(model, [key]) if isinstance(key, str) else None
+        if section is not None and (value is None or isinstance(value, dict)):
+            value = _without_empty(value or {}, section)
+        result[key] = value
+    return result
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _FREE: dict[str, set[str] | None] = {
     "rollout": {"max_batch"},
     "algorithm": {"microbatch_tokens"},
     "model": {"recompute", "logprob_chunk"},
+    "drift": {"watch"},  # so that a run which an alarm has stopped can go on under milder rules
 }
 # Of those, what even a finished run may be called with again, only to show what it found
 _IRRELEVANT: dict[str, set[str] | None] = {"run": {"dir"}, "checkpoint": {"every", "keep"}, "tracking": None}

@@ -1,5 +1,8 @@
 """The RL loop: rollout -> reward -> advantage -> old log-probabilities -> minibatch updates -> drift -> save -> log."""
 
+import json
+from dataclasses import replace
+
 import torch
 
 from models.optimizer import Optimizer
@@ -9,14 +12,15 @@ from moe_rl.algorithms import KLTerm, clip_warning
 from moe_rl.algorithms.kl import next_coefficient
 from moe_rl.checkpoint import Progress
 from moe_rl.collectives import from_main, reduce_drift, reduce_metrics
-from moe_rl.config import RunConfig
+from moe_rl.config import ReplaySection, RunConfig
 from moe_rl.data import ProblemOrder
 from moe_rl.drift.instruments import Instruments, Look
 from moe_rl.drift.sums import to_metrics
+from moe_rl.drift.watch import Watch, alarm_metrics
 from moe_rl.evaluation import evaluate_policy
 from moe_rl.metrics import Metrics
 from moe_rl.reference import Reference
-from moe_rl.replay import replay_metrics
+from moe_rl.replay import ReplayPolicy, replay_metrics
 from moe_rl.rollouts.collect import Batch, collect, reward_metrics
 from moe_rl.session import Session, opened
 from moe_rl.sft import supervise
@@ -46,20 +50,27 @@ class Trainer:
         self.progress = Progress(0, 0, 0, kl_coefficient=self.config.algorithm.kl_coefficient)
         self.reference: Reference | None = None
         self.optimizer: Optimizer
+        self.watch = Watch(self.config.drift.watch)
         self.checkpoints = self.config.directory / "checkpoints"
 
     def run(self) -> None:
-        if warning := clip_warning(self.config.algorithm):
-            self.session.say(f"note: {warning}")
+        for warning in (clip_warning(self.config.algorithm), replay_note(self.config)):
+            if warning:
+                self.session.say(f"note: {warning}")
         self.begin()
         for step in range(self.progress.step + 1, self.config.run.steps + 1):
             metrics = self.step(step)
             if _due(self.config.eval.every, step):
                 metrics |= evaluate_policy(self.session)
+            found, actions = self.look_out(step, metrics)
+            metrics |= found
             # before the save: a run that dies in between drops this line when it goes on, rather than missing it
             self.session.log(step, metrics, "train")
-            if _due(self.config.checkpoint.every, step) or step == self.config.run.steps:
+            if _due(self.config.checkpoint.every, step) or step == self.config.run.steps or actions & {"save", "stop"}:
                 self.save()
+            if "stop" in actions:
+                self.session.say(f"stopped after step {step}; the same command goes on from here")
+                break
         self.end()
 
     def begin(self) -> None:
@@ -70,6 +81,10 @@ class Trainer:
             self._prepare_reference(saved=True)
             self._make_optimizer()
             self.progress = checkpoint.load(found, session.model, self.optimizer)
+            if self.progress.watch:
+                self.watch = Watch.restore(self.config.drift.watch, json.loads(self.progress.watch))
+            if self.progress.replay:
+                self.update.replay = ReplayPolicy(ReplaySection.model_validate({"mode": self.progress.replay}))
             session.say(f"continuing after step {self.progress.step} from {found}")
             if session.tracker is not None:
                 session.tracker.resume(self.progress.step)
@@ -124,7 +139,8 @@ class Trainer:
         with watch("drift"):
             metrics |= found | self.instruments.after_updates(look, self.progress.policy_version)
         metrics |= reward_metrics(batch) | self.update_metrics(updates) | {"optimizer/lr": lr}
-        self.progress = Progress(
+        self.progress = replace(
+            self.progress,
             step=step,
             position=self.progress.position + self.config.rollout.prompts,
             policy_version=self.progress.policy_version + len(updates),
@@ -197,6 +213,18 @@ class Trainer:
             return now
         return next_coefficient(now, metrics["kl/ref"], section.kl_target, section.kl_horizon, self.config.rollout.batch)
 
+    def look_out(self, step: int, metrics: dict[str, float]) -> tuple[dict[str, float], set[str]]:
+        """The stability watch's alarms, said and as metrics, and what they ask for: the same on every rank."""
+        alarms = self.watch.look(step, metrics)
+        for alarm in alarms:
+            self.session.say(alarm.text)
+        actions = {str(alarm.action) for alarm in from_main(alarms)}
+        if "replay" in actions and self.update.replay.source == "off":
+            self.update.replay = ReplayPolicy(ReplaySection(mode="r2"))
+            self.progress = replace(self.progress, replay="r2")
+        self.progress = replace(self.progress, watch=json.dumps(self.watch.state(), allow_nan=False))
+        return alarm_metrics(alarms), actions
+
     def save(self) -> None:
         checkpoint.save(self.checkpoints, self.progress, self.session.model, self.optimizer, self.config.checkpoint.keep)
 
@@ -209,6 +237,16 @@ class Trainer:
         if tracker is not None:
             rundir.write_summary(directory, after)
             tracker.print(summary.plain([*rundir.read_metrics(directory), after], directory))
+
+
+def replay_note(config: RunConfig) -> str | None:
+    """One line where replay is on for an algorithm that does without it; None elsewhere."""
+    if config.replay.mode == "off" or config.algorithm.name != "gspo":
+        return None
+    return (
+        f"replay.mode={config.replay.mode} with algorithm.name=gspo: GSPO's sequence ratio is meant to be stable without replay "
+        "(arXiv 2507.18071, section 5.3); the routes are pinned all the same"
+    )
 
 
 def _due(every: int, step: int) -> bool:

@@ -47,7 +47,7 @@ class Instruments:
 
     def __init__(self, update: PolicyUpdate, config: RunConfig) -> None:
         self.update, self.section, self.budget = update, config.drift, config.algorithm.microbatch_tokens
-        self.model, self.replays = update.model, update.replay.source != "off"
+        self.model = update.model
         self.directory = config.directory
         self.probe = ProbeSet(update, self.section.probe_sequences, self.budget, self.directory)
         model = config.model
@@ -55,6 +55,10 @@ class Instruments:
             config.run.name, config.algorithm.name, config.replay.mode, model.moe_layers, model.experts, model.topk
         )
         self.tables: list[TokenTable] = []  # of the updates of a traced step, on the main rank
+
+    @property
+    def replays(self) -> bool:
+        return self.update.replay.source != "off"
 
     def plan(self, step: int) -> Look:
         """The first step is always looked at, so that a short run has something to show."""

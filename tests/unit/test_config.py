@@ -104,6 +104,25 @@ def test_overrides(file: Path, tmp_path: Path) -> None:
     assert_same(config, tmp_path)
 
 
+def test_overrides_three_levels_deep(file: Path, tmp_path: Path) -> None:
+    config = load(
+        file,
+        ["drift.watch.reward.threshold=0.5", "drift.watch.reward={action: stop}", "drift.watch.signal.action=off"],
+    )
+    watch = config.drift.watch  # the second one of a key counts, a mapping as a whole
+    assert (watch.reward.threshold, watch.reward.action, watch.signal.action) == (0.75, "stop", "off")
+    assert load(file, ["drift.watch.reward.threshold=0.5"]).drift.watch.reward.threshold == 0.5
+    assert_same(config, tmp_path)
+
+
+def test_sections_with_nothing_under_them_are_empty(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text("run:\nmodel: {preset: tiny_moe}\ndrift:\n  watch:\n    reward:\n")
+    assert load(path).drift == load(path, ["drift.watch.reward.threshold=0.75"]).drift
+    path.write_text("model: {preset: tiny_moe}\ndrift:\n  watch:\n    reward: {threshold: 0.5}\n    signal:\n")
+    assert load(path, ["drift.watch.signal.threshold=0.25"]).drift.watch.reward.threshold == 0.5
+
+
 def test_the_base_lies_beneath_the_file(file: Path) -> None:
     base = {"run": {"name": "below", "steps": 7}, "rollout": {"prompts": 2}}
     config = load(file, [], base)
@@ -117,6 +136,23 @@ def test_the_base_lies_beneath_the_file(file: Path) -> None:
         ("rollout.promts=4", "unknown key rollout.promts; did you mean rollout.prompts?"),
         ("run.lr=1", "unknown key run.lr; did you mean optimizer.lr?"),
         ("promts=4", "unknown key promts; did you mean rollout.prompts?"),
+        ("drift.watch.reward.treshold=1", "key drift.watch.reward.treshold; did you mean drift.watch.reward.threshold?"),
+        ("drift.watch.rewards.threshold=1", "unknown key drift.watch.rewards; did you mean drift.watch.reward?"),
+        ("drift.wach.reward.threshold=1", "unknown key drift.wach; did you mean drift.watch?"),
+        ("watch.reward.threshold=1", "unknown key watch; did you mean drift.watch?"),
+        ("drift.reward.threshold=1", "unknown key drift.reward; did you mean drift.watch.reward?"),
+        ("drift.watch.reward.threshold=1", "drift.watch.reward.threshold=1: must be less than 1"),
+        ("drift.watch.reward.threshold=true", "drift.watch.reward.threshold=true: must be a number"),
+        ("drift.watch.reward.threshold=.nan", "drift.watch.reward.threshold=nan: must be finite"),
+        ("drift.watch.reward.threshold=", "drift.watch.reward.threshold=null: must be a valid number"),
+        ("drift.watch.reward.action=sotp", "drift.watch.reward.action=sotp: must be 'off', 'log', 'save', 'stop' or 'replay'"),
+        ("drift.watch.reward.action=sotp", "did you mean stop?"),
+        ("drift.watch.reward=0.5", "drift.watch.reward=0.5: must be a section, a mapping of keys to values"),
+        ("drift.watch=off", "drift.watch=off: must be a section, a mapping of keys to values"),
+        (
+            "drift.watch.reward.threshold.x=1",
+            "override drift.watch.reward.threshold.x=1: drift.watch.reward.threshold is no section, it holds one value",
+        ),
         ("rolout.prompts=4", "unknown key rolout; did you mean rollout?"),
         ("run.steps=many", "run.steps=many: must be a valid integer"),
         ("run.steps=-1", "run.steps=-1: must be greater than or equal to 0"),

@@ -99,6 +99,11 @@ def test_pure_modules_do_not_touch_torch_distributed() -> None:
     assert importers("megatron", files) == set()
 
 
+def test_the_watch_and_its_scores_need_no_torch() -> None:
+    code = "import sys, moe_rl.drift.scoring; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("module", "where"),
     [

@@ -24,11 +24,20 @@ def reference() -> str:
     """A table a section: key, values, default, meaning."""
     parts = []
     for name in RunConfig.model_fields:
-        section = section_at(RunConfig, [name])
-        assert section is not None
-        rows = [_row(f"{name}.{key}", field) for key, field in section.model_fields.items()]
-        parts.append("\n".join([f"**{name}**\n", "| key | values | default | meaning |", "|---|---|---|---|", *rows]))
+        rows = "\n".join(_rows([name]))
+        parts.append(f"**{name}**\n\n| key | values | default | meaning |\n|---|---|---|---|\n{rows}")
     return "\n\n".join(parts) + "\n"
+
+
+def _rows(path: list[str]) -> list[str]:
+    """The keys of the section at `path`; those of a section within it stand where it does."""
+    section = section_at(RunConfig, path)
+    assert section is not None
+    rows = []
+    for key, field in section.model_fields.items():
+        inner = [*path, key]
+        rows += _rows(inner) if section_at(RunConfig, inner) else [_row(".".join(inner), field)]
+    return rows
 
 
 def _row(key: str, field: FieldInfo) -> str:

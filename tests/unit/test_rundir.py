@@ -61,6 +61,7 @@ def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
         "algorithm.microbatch_tokens=77",
         "model.recompute=full",
         "model.logprob_chunk=5",
+        "drift.watch.reward.action=stop",
     ],
 )
 def test_a_run_goes_on_whatever_changes_no_result(tmp_path: Path, change: str) -> None:
