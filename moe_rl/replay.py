@@ -16,11 +16,21 @@ from models.routes import UNKNOWN, compact, filler_routes, first_fault
 from models.routing import Replay
 from models.stream import Stream
 from moe_rl.collectives import gather_over_data
-from moe_rl.config import ReplaySection
+from moe_rl.config import AlgorithmSection, ReplaySection
 from parallel.groups import Groups
 
 # Rollout index -> [prompt + response - 1, L of this pipeline stage, K] expert ids; -1 where unknown
 Routes = Mapping[int, Tensor]
+
+
+def replay_note(section: ReplaySection, algorithm: AlgorithmSection) -> str | None:
+    """One line where replay is on for an algorithm that does without it; None elsewhere."""
+    if section.mode == "off" or algorithm.name != "gspo":
+        return None
+    return (
+        f"replay.mode={section.mode} with algorithm.name=gspo: GSPO's sequence ratio is meant to be stable without replay "
+        "(arXiv 2507.18071, section 5.3); the routes are pinned all the same"
+    )
 
 
 class ReplayPolicy:

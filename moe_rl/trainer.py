@@ -11,23 +11,21 @@ from moe_rl.advantages import group_advantages
 from moe_rl.algorithms import KLTerm, clip_warning
 from moe_rl.algorithms.kl import next_coefficient
 from moe_rl.checkpoint import Progress
-from moe_rl.collectives import from_main, reduce_drift, reduce_metrics
+from moe_rl.collectives import from_main
 from moe_rl.config import ReplaySection, RunConfig
 from moe_rl.data import ProblemOrder
 from moe_rl.drift.instruments import Instruments, Look
-from moe_rl.drift.sums import to_metrics
 from moe_rl.drift.watch import Watch, alarm_metrics
 from moe_rl.evaluation import evaluate_policy
-from moe_rl.metrics import Metrics
 from moe_rl.reference import Reference
-from moe_rl.replay import ReplayPolicy, replay_metrics
+from moe_rl.replay import ReplayPolicy, replay_note
 from moe_rl.rollouts.collect import Batch, collect, reward_metrics
 from moe_rl.session import Session, opened
 from moe_rl.sft import supervise
 from moe_rl.stopwatch import Stopwatch
 from moe_rl.tracking import Phase
 from moe_rl.types import Rollout
-from moe_rl.update import Minibatch, PolicyUpdate, Updated
+from moe_rl.update import Minibatch, PolicyUpdate, Updated, update_metrics
 
 
 def train(config: RunConfig) -> None:
@@ -54,7 +52,7 @@ class Trainer:
         self.checkpoints = self.config.directory / "checkpoints"
 
     def run(self) -> None:
-        for warning in (clip_warning(self.config.algorithm), replay_note(self.config)):
+        for warning in (clip_warning(self.config.algorithm), replay_note(self.config.replay, self.config.algorithm)):
             if warning:
                 self.session.say(f"note: {warning}")
         self.begin()
@@ -138,7 +136,10 @@ class Trainer:
         updates, found = self.update_policy(minibatches, batch.rollouts, look, watch)
         with watch("drift"):
             metrics |= found | self.instruments.after_updates(look, self.progress.policy_version)
-        metrics |= reward_metrics(batch) | self.update_metrics(updates) | {"optimizer/lr": lr}
+        metrics |= reward_metrics(batch) | update_metrics(updates, self.session.groups, self.config.model.moe_layers)
+        metrics["optimizer/lr"] = lr
+        if self.reference is not None:
+            metrics["kl/coefficient"] = self.progress.kl_coefficient
         self.progress = replace(
             self.progress,
             step=step,
@@ -186,27 +187,6 @@ class Trainer:
                 found |= self.instruments.after_update(minibatch, rollouts, look, number, other)
         return updates, found
 
-    def update_metrics(self, updates: list[Updated]) -> dict[str, float]:
-        """Sums of all updates reduced over ranks, then divided."""
-        merged = None
-        for update in updates:
-            if update.metrics is not None:
-                merged = merged or Metrics()
-                merged.merge(update.metrics)
-        metrics = reduce_metrics(merged, self.session.groups)
-        norms = [update.grad_norm for update in updates]
-        metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/grad_norm_max": max(norms)}
-        if self.reference is not None:
-            metrics["kl/coefficient"] = self.progress.kl_coefficient
-        if replayed := [update.replayed for update in updates if update.replayed is not None]:
-            counts = torch.stack(replayed)
-            torch.distributed.all_reduce(counts)
-            metrics |= replay_metrics(list(counts), self.config.model.moe_layers)
-        for view in updates[0].drift:
-            drift = reduce_drift([update.drift[view] for update in updates])
-            metrics |= to_metrics(drift, self.config.model.moe_layers, "update", view or None)
-        return metrics
-
     def next_kl_coefficient(self, metrics: dict[str, float]) -> float:
         section, now = self.config.algorithm, self.progress.kl_coefficient
         if self.reference is None or section.kl_target is None:
@@ -237,16 +217,6 @@ class Trainer:
         if tracker is not None:
             rundir.write_summary(directory, after)
             tracker.print(summary.plain([*rundir.read_metrics(directory), after], directory))
-
-
-def replay_note(config: RunConfig) -> str | None:
-    """One line where replay is on for an algorithm that does without it; None elsewhere."""
-    if config.replay.mode == "off" or config.algorithm.name != "gspo":
-        return None
-    return (
-        f"replay.mode={config.replay.mode} with algorithm.name=gspo: GSPO's sequence ratio is meant to be stable without replay "
-        "(arXiv 2507.18071, section 5.3); the routes are pinned all the same"
-    )
 
 
 def _due(every: int, step: int) -> bool:

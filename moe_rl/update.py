@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from models.model import Loss, MoEModel, Scores
@@ -11,14 +12,24 @@ from models.optimizer import Optimizer
 from models.routing import Replay
 from moe_rl.algorithms import ALGORITHMS, Denominators, KLTerm, LossInputs, clip_range
 from moe_rl.batching import split_minibatches
+from moe_rl.collectives import reduce_drift, reduce_metrics
 from moe_rl.config import AlgorithmSection, DriftSection, ReplaySection
 from moe_rl.drift.observe import Compared, RouteObserver
-from moe_rl.drift.sums import DriftSums
+from moe_rl.drift.sums import DriftSums, to_metrics
 from moe_rl.metrics import Metrics
 from moe_rl.microbatches import Microbatch, Minibatch, Prepared, Scored, cut
 from moe_rl.reference import Reference
-from moe_rl.replay import ReplayPolicy, Routes, count_replayed, exchange_routes, spread_filler, stream_routes
+from moe_rl.replay import (
+    ReplayPolicy,
+    Routes,
+    count_replayed,
+    exchange_routes,
+    replay_metrics,
+    spread_filler,
+    stream_routes,
+)
 from moe_rl.types import Rollout
+from parallel.groups import Groups
 
 
 @dataclass
@@ -187,3 +198,23 @@ def _loss_inputs(part: Prepared, train_logprobs: Tensor, entropy: Tensor | None 
         rollout_logprobs=part.rollout_logprobs,
         entropy=entropy,
     )
+
+
+def update_metrics(updates: Sequence[Updated], groups: Groups, layers: Sequence[int]) -> dict[str, float]:
+    """Of all updates of a step (collective): sums reduced over ranks, then divided."""
+    merged = None
+    for update in updates:
+        if update.metrics is not None:
+            merged = merged or Metrics()
+            merged.merge(update.metrics)
+    norms = [update.grad_norm for update in updates]
+    metrics = reduce_metrics(merged, groups)
+    metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/grad_norm_max": max(norms)}
+    if replayed := [update.replayed for update in updates if update.replayed is not None]:
+        counts = torch.stack(replayed)
+        dist.all_reduce(counts)
+        metrics |= replay_metrics(list(counts), layers)
+    for view in updates[0].drift:
+        drift = reduce_drift([update.drift[view] for update in updates])
+        metrics |= to_metrics(drift, layers, "update", view or None)
+    return metrics
