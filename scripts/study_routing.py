@@ -58,9 +58,10 @@ def main() -> None:
         )
     ]
     began = time.monotonic()
-    # spawned, so that no worker inherits a process group; each keeps what it imported for its next run
-    with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=None) as pool:
-        for seed in pool.imap_unordered(_warm, arguments.seeds):
+    # spawned, so that no worker inherits a process group. A worker keeps what it imported for its next runs, and ends after
+    # a few: what Megatron keeps of a finished run adds up.
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=8) as pool:
+        for seed in pool.imap_unordered(_warm, arguments.seeds, chunksize=1):
             print(f"warm start of seed {seed} is there", flush=True)
         for number, (name, result) in enumerate(pool.imap_unordered(_run, cells), start=1):
             minutes = (time.monotonic() - began) / 60
