@@ -17,6 +17,9 @@ from pathlib import Path
 from moe_rl import config, rundir, study
 
 ROOT = Path(__file__).parents[1]
+# Steps in which the learning rate rises from 0. At once, the highest of them ends a run within three steps, before there is
+# anything to see.
+WARMUP_STEPS = 8
 METHODS = {
     "grpo": ["algorithm.name=grpo"],
     "grpo_r2": ["algorithm.name=grpo", "replay.mode=r2"],
@@ -44,6 +47,7 @@ class Cell:
             f"run.seed={self.seed}",
             f"algorithm.minibatches={self.minibatches}",
             f"optimizer.lr={self.lr}",
+            f"optimizer.warmup_updates={WARMUP_STEPS * self.minibatches}",
             f"checkpoint.load={_base(self.seed)}",
             "sft.steps=0",
         ]
