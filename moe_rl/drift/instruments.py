@@ -154,8 +154,9 @@ class Instruments:
                     stream_routes(m.stream, m.members, routes, config.topk, config.experts, len(self.model.moe_layers)),
                     self.model.moe_layers,
                     config.experts,
+                    number,
                 )
-                for m in microbatches
+                for number, m in enumerate(microbatches)
             ]
         streams = [m.stream for m in microbatches]
         scores = self.model.score(streams, replay)
