@@ -73,7 +73,8 @@ class RouteObserver:
         scores = torch.stack([log.scores[layer] for layer in layers], dim=1)
         bias = torch.stack([log.bias[layer] for layer in layers]) if log.bias else None
         gates = gate_log_distribution(scores, self.kind, bias)
-        return PassRecord(choice, live, gates, margin(scores, live[stream.observe], config.router_groups))
+        margins = margin(scores, live[stream.observe], config.router_groups, config.router_group_topk)
+        return PassRecord(choice, live, gates, margins)
 
     def compare(self, pairs: Sequence[Compared], view: str | None = None) -> DriftSums:
         """Sums over the response tokens of all pairs, of this rank's tokens and layers (collective over the pipeline).
