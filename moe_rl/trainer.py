@@ -184,7 +184,7 @@ class Trainer:
             with watch("update"):
                 updates.append(self.update.step(minibatch, self.optimizer, kl))
             with watch("drift"):
-                found |= self.instruments.after_update(minibatch, rollouts, look, number, other)
+                found |= self.instruments.after_update(minibatch, rollouts, look, other)
         return updates, found
 
     def next_kl_coefficient(self, metrics: dict[str, float]) -> float:
