@@ -1,12 +1,14 @@
 """Whose directory a run may take: its own, to go on in; another run's is moved aside first, never written over."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_rl import checkpoint, yaml_text
 from moe_rl.config import RunConfig, dump
+from moe_rl.drift import traces
 from moe_rl.tracking import FILES, read_steps
 from moe_rl.types import Rollout
 from parallel.errors import UsageError
@@ -69,6 +71,22 @@ def _without(settings: dict[str, Any], free: dict[str, set[str] | None]) -> dict
         for section, keys in settings.items()
         if not (section in free and free[section] is None)
     }
+
+
+def sort_out_traces(directory: Path, after: int | None) -> None:
+    """On the main rank, before the first step: leaves only trace files of this run, as metrics.jsonl has only its lines.
+
+    after: the step that the run goes on after; later ones are made again, and removed until then. None: a run that begins.
+    What an earlier one has left that saved no checkpoint goes to traces.previous.
+    """
+    folder = directory / traces.FOLDER
+    if after is None and folder.exists():
+        shutil.rmtree(previous := directory / f"{traces.FOLDER}.previous", ignore_errors=True)
+        folder.rename(previous)
+    for path in traces.files(directory):
+        step = path.stem.removeprefix("step_")
+        if after is not None and step.isdecimal() and int(step) > after:
+            path.unlink()
 
 
 def write_summary(directory: Path, after: dict[str, float]) -> None:

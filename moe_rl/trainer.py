@@ -86,7 +86,10 @@ class Trainer:
             session.say(f"continuing after step {self.progress.step} from {found}")
             if session.tracker is not None:
                 session.tracker.resume(self.progress.step)
+                rundir.sort_out_traces(config.directory, after=self.progress.step)
             return
+        if session.tracker is not None:
+            rundir.sort_out_traces(config.directory, after=None)
         if config.checkpoint.load is not None:
             path = checkpoint.find(config.checkpoint.load)
             checkpoint.load_weights(path, session.model)
