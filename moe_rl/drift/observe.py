@@ -82,30 +82,35 @@ class RouteObserver:
         A response token is counted where its log-probability is decided: at the position before it. view: "prompt" for the
         other positions, "local" for the routers' own choices instead of the used ones.
         """
-        experts = self.model.config.experts
-        total = DriftSums.zeros(len(self.layers), experts, self.model.device)
-        anywhere = []
-        for pair in pairs:
-            old, new = (r.live if view == "local" else r.choice for r in (pair.old, pair.new))
-            mask = _mask(pair.stream, prompt=view == "prompt")
-            flips, response = flipped(old, new).any(dim=1), mask
-            if old.dtype != torch.uint8:  # what an engine did not know cannot be compared
-                known = (old >= 0).flatten(1).all(dim=1)
-                flips, mask = flips & known, mask & known
-            anywhere.append(flips[response])
+        routes = [[r.live if view == "local" else r.choice for r in (pair.old, pair.new)] for pair in pairs]
+        masks = [_mask(pair.stream, prompt=view == "prompt") for pair in pairs]
+        here = [
+            torch.stack([flipped(old, new).any(dim=1), (old < 0).flatten(1).any(dim=1)])[:, mask]
+            for (old, new), mask in zip(routes, masks, strict=True)
+        ]
+        flips, unknown = self.on_any_stage(torch.cat(here, dim=1))
+        total = DriftSums.zeros(len(self.layers), self.model.config.experts, self.model.device)
+        for pair, (old, new), mask, unseen in zip(
+            pairs, routes, masks, unknown.split([int(mask.sum()) for mask in masks]), strict=True
+        ):
+            mask[mask.clone()] = ~unseen  # a token that an engine did not know on some layer cannot be compared
             if self.places:
-                scored = _scored(pair, old, mask)
-                total = total + DriftSums.measure(old, new, mask, experts, scored).placed(self.places, len(self.layers))
-        return total.with_any(self.on_any_stage(torch.cat(anywhere)))
+                sums = DriftSums.measure(old, new, mask, self.model.config.experts, _scored(pair, old, mask))
+                total = total + sums.placed(self.places, len(self.layers))
+        return total.with_any(self.once(flips[~unknown]))
 
-    def on_any_stage(self, flips: Tensor) -> Tensor:
-        """Tokens that flipped on a layer of any stage; on the first stage alone, so that they are counted once."""
+    def on_any_stage(self, marks: Tensor) -> Tensor:
+        """Bool of any shape that all pipeline stages bring: True where it is True on any of them (collective over them)."""
         pipeline = self.model.groups.pipeline
         if pipeline.size == 1:
-            return flips
-        whole = flips.to(torch.uint8)
+            return marks
+        whole = marks.to(torch.uint8)
         dist.all_reduce(whole, dist.ReduceOp.MAX, group=pipeline.group)
-        return whole.bool() if pipeline.rank == 0 else flips[:0]
+        return whole.bool()
+
+    def once(self, tokens: Tensor) -> Tensor:
+        """What is known on every pipeline stage, on the first alone, so that it is counted once; nothing on the others."""
+        return tokens if self.model.groups.is_first_stage else tokens[:0]
 
 
 def _mixed(key: Tensor) -> Tensor:

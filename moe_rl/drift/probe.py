@@ -139,7 +139,8 @@ class ProbeSet:
                     if i in old.gates:
                         scored = ScoredRows(old.gates[i][mask], new.gates[i][mask], a[mask], old.margins[i][mask])
                     sums = sums + DriftSums.measure(a, b, mask, experts, scored).placed(here, len(layers))
-            sums = sums.with_any(self.update.observer.on_any_stage(torch.cat(anywhere)))
+            observer = self.update.observer
+            sums = sums.with_any(observer.once(observer.on_any_stage(torch.cat(anywhere))))
             metrics |= to_metrics(reduce_drift([sums]), layers, comparison, view)
         return metrics
 

@@ -180,6 +180,20 @@ def test_without_observed_rows_routes_are_compared_and_scores_are_not(runtime: R
         assert stream.observe is not None and stream.observe.tolist() == [0, 1, 2, 3, 4]  # no filler
 
 
+def test_what_an_engine_did_not_know_is_in_no_count(runtime: Runtime) -> None:
+    """Of the four response tokens the first is unknown on one layer: it is compared on none, and is no steady token either."""
+    with built(Case(model=SHAPE), runtime) as model:
+        observer, stream = RouteObserver(model, 0.0), stream_of()
+        old, new = run(model, stream, OLD), run(model, stream, NEW)
+        engine = old.choice.to(torch.int16)
+        engine[1, 1] = -1
+        sums = observer.compare([Compared(stream, PassRecord(engine, engine), new)])
+        assert (sums.sum_of("tokens").tolist(), sums.sum_of("flips").tolist()) == ([3, 3], [3, 1])
+        assert sums.any.tolist() == [3, 3]
+        still = observer.compare([Compared(stream, PassRecord(engine, engine), old)])
+        assert still.any.tolist() == [0, 3]
+
+
 def observer_of(share: float) -> RouteObserver:
     config = SimpleNamespace(moe_layers=(0,), router_score="softmax", router_pre_softmax=False)
     model: Any = SimpleNamespace(config=config, moe_layers=[0])
