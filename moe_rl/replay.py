@@ -68,7 +68,10 @@ def check_rollout_routes(
     nothing)."""
     where = f"rollout routes, sample {sample}"
     if routes is None:
-        raise ValueError(f"{where}: the engine returned none; replay needs them: set replay.mode=off or r2")
+        raise ValueError(
+            f"{where}: the engine returned none; replay.mode=r3 needs them, and so do the instruments: set replay.mode=off or "
+            "r2, drift.probe_every=0 and drift.trace_every=0"
+        )
     wanted = (tokens, len(layers), topk)
     if tuple(routes.shape) != wanted:
         raise ValueError(

@@ -107,7 +107,7 @@ def test_unknown_rows_fall_back_to_the_live_router_and_are_counted(runs: Runs) -
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (lambda i, r: None if i == 5 else r, "sample 5: the engine returned none; replay needs them"),
+        (lambda i, r: None if i == 5 else r, "sample 5: the engine returned none; replay.mode=r3 needs them"),
         (lambda i, r: torch.cat([r, r]) if i == 6 else r, r"sample 6: shape .* must be"),
         (lambda i, r: r[:-1] if i == 2 else r, r"sample 2: shape .* must be"),
         (lambda i, r: r[:, :3] if i == 2 else r, r"sample 2: shape .* must be"),
