@@ -205,6 +205,7 @@ class Trainer:
         if "replay" in actions and self.update.replay.source == "off":
             self.update.replay = ReplayPolicy(ReplaySection(mode="r2"))
             self.progress = replace(self.progress, replay="r2")
+            self.session.say(f"replay.mode=r2 from step {step + 1} on")
         self.progress = replace(self.progress, watch=json.dumps(self.watch.state(), allow_nan=False))
         return alarm_metrics(alarms), actions
 
