@@ -1,5 +1,6 @@
 """A run directory as the instruments read it: settings, metrics, traces. No torch, no weights."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,7 +87,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         for key, value in line.items():
             if not (value is None or isinstance(value, int | float)):
                 raise UsageError(f"{path}:{number}: {key} is {str(value)[:40]!r}: must be a number or null")
-    return lines
+    # another program may write NaN and Infinity, which are JSON to Python and to no browser
+    return [
+        {key: value if value is not None and math.isfinite(value) else None for key, value in line.items()} for line in lines
+    ]
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -228,6 +228,15 @@ def test_bad_input_is_one_line(
     assert printed.out == ""
 
 
+def test_numbers_that_are_not_finite_are_missing_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = small(tmp_path / "one", [{"step": 1, "reward/mean": float("nan"), f"{RATE}/layer_00": float("inf")}, {"step": 2}])
+    assert "NaN" in (run / "metrics.jsonl").read_text()
+    for command in ("drift", "report"):
+        assert cli.main([command, str(run)]) == 0
+    assert capsys.readouterr().err == ""
+    assert load([run])[0].history.series("reward/mean") == [None, None]
+
+
 def test_settings_that_are_no_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = small(tmp_path / "one", [{"step": 1}])
     (run / "config.yaml").write_text("run: [\n")
