@@ -84,7 +84,7 @@ def check_rollout_routes(
 
 
 def check_engine_records(routes: Routes, experts: int) -> None:
-    """Raises ValueError where an engine's routes are all expert 0, which for K = 1 no other check finds (vLLM 0.24 gave that)."""
+    """Raises ValueError where an engine says expert 0 of everything, which for K = 1 no other check finds."""
     entries = sum(part.numel() for part in routes.values())
     if experts > 1 and entries >= _SUSPICIOUS and not any(bool(part.any()) for part in routes.values()):
         raise ValueError(f"rollout routes: all {entries} of this rank's samples are expert 0: the engine records none")
