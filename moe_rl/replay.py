@@ -19,6 +19,9 @@ from moe_rl.collectives import gather_over_data
 from moe_rl.config import AlgorithmSection, ReplaySection
 from parallel.groups import Groups
 
+# So many routes to one expert alone are no accident but an engine that leaves its buffer empty
+_SUSPICIOUS = 64
+
 # Rollout index -> [prompt + response - 1, L of this pipeline stage, K] expert ids; -1 where unknown
 Routes = Mapping[int, Tensor]
 
@@ -81,6 +84,13 @@ def check_rollout_routes(
         raise ValueError(f"{where}, token {fault.row}, layer {layers[fault.layer]}: {fault.text}")
     known = routes.to(torch.int16).sort(dim=-1).values
     return compact(torch.where((known < 0).any(dim=-1, keepdim=True), UNKNOWN, known), experts)  # a row is known or not
+
+
+def check_engine_records(routes: Routes, experts: int) -> None:
+    """Raises ValueError where an engine says expert 0 of everything, which for K = 1 no other check finds."""
+    entries = sum(part.numel() for part in routes.values())
+    if experts > 1 and entries >= _SUSPICIOUS and not any(bool(part.any()) for part in routes.values()):
+        raise ValueError(f"rollout routes: all {entries} of this rank's samples are expert 0: the engine records none")
 
 
 def exchange_routes(held: Routes, wanted: Sequence[int], groups: Groups, device: torch.device) -> dict[int, Tensor]:

@@ -9,11 +9,9 @@ from typing import Any
 from moe_rl import checkpoint, yaml_text
 from moe_rl.config import RunConfig, dump
 from moe_rl.drift import traces
-from moe_rl.tracking import FILES, read_steps
+from moe_rl.tracking import FILES, SUMMARY, read_steps
 from moe_rl.types import Rollout
 from parallel.errors import UsageError
-
-SUMMARY = "summary.json"
 
 # What may differ between the parts of one run: where and how it is computed, how long, how often it is looked at.
 # None: the whole section.
@@ -92,11 +90,6 @@ def sort_out_traces(directory: Path, after: int | None) -> None:
 def write_summary(directory: Path, after: dict[str, float]) -> None:
     """The evaluation after the last step. Not in metrics.jsonl, where a run continued later would differ by it."""
     (directory / SUMMARY).write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
-
-
-def read_summary(directory: Path) -> dict[str, float]:
-    path = directory / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def write_rollouts(directory: Path, step: int, rollouts: Sequence[Rollout]) -> None:

@@ -23,7 +23,7 @@ from moe_rl.rollouts.collect import Batch, collect, reward_metrics
 from moe_rl.session import Session, opened
 from moe_rl.sft import supervise
 from moe_rl.stopwatch import Stopwatch
-from moe_rl.tracking import Phase
+from moe_rl.tracking import Phase, read_summary
 from moe_rl.types import Rollout
 from moe_rl.update import Minibatch, PolicyUpdate, Updated, update_metrics
 
@@ -215,7 +215,7 @@ class Trainer:
     def end(self) -> None:
         """Evaluates what came out, unless that was done, and shows the table."""
         directory, tracker = self.config.directory, self.session.tracker
-        after = from_main(rundir.read_summary(directory) if tracker is not None else None)
+        after = from_main(read_summary(directory) if tracker is not None else None)
         if after.get("step") != self.progress.step:
             after = {"step": self.progress.step, **evaluate_policy(self.session)}
         if tracker is not None:

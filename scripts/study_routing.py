@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl import config, rundir, study
+from moe_rl import config, study, tracking
 
 ROOT = Path(__file__).parents[1]
 # Steps in which the learning rate rises from 0. At once, the highest of them ends a run within three steps, before there is
@@ -82,9 +82,9 @@ def _warm(seed: int) -> int:
 
 def _run(cell: Cell) -> tuple[str, str]:
     settings = _settings(cell.overrides())
-    if rundir.read_summary(settings.directory).get("step") != settings.run.steps:
+    if tracking.read_summary(settings.directory).get("step") != settings.run.steps:
         _train(cell.overrides())
-    summary = rundir.read_summary(settings.directory)
+    summary = tracking.read_summary(settings.directory)
     return cell.name, f"pass@1 {summary['eval/pass_at_1']:.3f}"
 
 

@@ -17,7 +17,8 @@ from moe_rl.drift.sums import DriftSums, ScoredRows
 @dataclass(frozen=True)
 class PassRecord:
     """One pass of one stream on this rank. choice, live: [T / tensor, L here, K], ids ascending, as used and as the router
-    itself would choose. gates [n, L here, E] (log p) and margins [n, L here] are of the rows that the stream observes."""
+    itself would choose. gates [n, L here, E] (log p) and margins [n, L here], those of `live`, are of the rows that the stream
+    observes."""
 
     choice: Tensor
     live: Tensor

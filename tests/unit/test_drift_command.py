@@ -291,3 +291,12 @@ def test_every_setting_that_is_recommended_exists() -> None:
     assert named >= {"drift.enabled", "drift.trace_every", "drift.scores_share", "drift.probe_every", "replay.mode"}
     for name in named:
         assert config_errors.holds_one_value(RunConfig, name.split(".")), name
+
+
+def test_the_evaluation_after_the_last_step_closes_the_curve(tmp_path: Path) -> None:
+    run = small(tmp_path / "a", [{"step": 0, "eval/pass_at_1": 0.25}, {"step": 1, "reward/mean": 0.5}])
+    (run / "summary.json").write_text('{"step": 1, "eval/pass_at_1": 0.75}')
+    (found,) = load([run])
+    assert [line.get("eval/pass_at_1") for line in found.history.lines] == [0.25, 0.75]
+    (run / "summary.json").write_text('{"step": 1, "eval')
+    assert [line.get("eval/pass_at_1") for line in load([run])[0].history.lines] == [0.25, None]

@@ -7,6 +7,7 @@ import pytest
 
 from moe_rl import config, rundir
 from moe_rl.config import RunConfig
+from moe_rl.tracking import read_summary
 from moe_rl.types import Problem, Response, Rollout
 from parallel.errors import UsageError
 
@@ -141,9 +142,9 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> No
 
 
 def test_a_summary_is_read_back_at_full_precision(tmp_path: Path) -> None:
-    assert rundir.read_summary(tmp_path) == {}
+    assert read_summary(tmp_path) == {}
     rundir.write_summary(tmp_path, {"step": 3, "eval/pass_at_1": 1 / 3})
-    assert rundir.read_summary(tmp_path) == {"step": 3, "eval/pass_at_1": 1 / 3}
+    assert read_summary(tmp_path) == {"step": 3, "eval/pass_at_1": 1 / 3}
 
 
 def test_rollouts_are_written_a_line_each(tmp_path: Path) -> None:
