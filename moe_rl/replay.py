@@ -50,12 +50,13 @@ class ReplayPolicy:
         """r2: the update takes the routes of the old-log-probability pass."""
         return self.source == "r2"
 
-    def of_stream(self, stream: Stream, routes: Tensor, layers: Sequence[int], experts: int) -> Replay:
-        """routes: [T / tensor, L here, K] of this rank's part, filler included (stream_routes, spread_filler). Raises
-        ValueError, with layer and sample, for what is no valid choice."""
+    def of_stream(self, stream: Stream, routes: Tensor, layers: Sequence[int], experts: int, microbatch: int) -> Replay:
+        """routes: [T / tensor, L here, K] of this rank's part, filler included (stream_routes, spread_filler). microbatch: the
+        stream's number, for an error. Raises ValueError, with layer, microbatch and sample, for what is no valid choice."""
         unknown = routes.dtype != torch.uint8 and bool((routes < 0).any())
         if fault := first_fault(routes, experts, unknown=True):
-            raise ValueError(f"replayed routes, layer {layers[fault.layer]}, {stream.describe(fault.row)}: {fault.text}")
+            where = f"layer {layers[fault.layer]}, microbatch {microbatch}, {stream.describe(fault.row)}"
+            raise ValueError(f"replayed routes, {where}: {fault.text}")
         return Replay(routes, unknown=unknown, keep_share=self.keep_share)
 
 

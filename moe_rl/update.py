@@ -113,20 +113,23 @@ class PolicyUpdate:
     def score_old(self, minibatches: Sequence[Minibatch]) -> None:
         """Log-probabilities and routes under the weights that sampled: the baseline of ratios and of drift."""
         parts = [part for minibatch in minibatches for part in minibatch.parts]
-        replay = [self._forced(part, part.rollout_routes) for part in parts] if self.replay.replays_rollout else None
-        for part, scores in self._score(parts, replay):
+        replay = None
+        if self.replay.replays_rollout:
+            replay = [self._forced(i, part, part.rollout_routes) for i, part in enumerate(parts)]
+        for i, (part, scores) in enumerate(self._score(parts, replay)):
             part.old = self.observer.record(part.microbatch.stream)
             if self.replay.replays_old:
                 stream, experts = part.microbatch.stream, self.model.config.experts
-                part.replay = self._forced(part, spread_filler(stream, part.old.choice, experts))
+                part.replay = self._forced(i, part, spread_filler(stream, part.old.choice, experts))
             elif replay is not None:
-                part.replay = self._forced(part, part.rollout_routes)
+                part.replay = replay[i]
             if scores is not None:
                 part.old_logprobs = scores.logprobs
 
-    def _forced(self, part: Prepared, routes: Tensor | None) -> Replay:
+    def _forced(self, number: int, part: Prepared, routes: Tensor | None) -> Replay:
         assert routes is not None
-        return self.replay.of_stream(part.microbatch.stream, routes, self.model.moe_layers, self.model.config.experts)
+        stream, experts = part.microbatch.stream, self.model.config.experts
+        return self.replay.of_stream(stream, routes, self.model.moe_layers, experts, number)
 
     def score_reference(self, minibatches: Sequence[Minibatch], reference: Reference) -> None:
         parts = [part for minibatch in minibatches for part in minibatch.parts]

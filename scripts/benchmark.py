@@ -3,12 +3,16 @@
     .venv/bin/python scripts/benchmark.py [key=value ...]
 
 Rows: an update (loss, drift and metrics included) against a bare forward, cross-entropy, backward and optimizer step of the
-same model on the same tokens; recording of routes; and the peak memory of chunked log-probabilities against full ones.
+same model on the same tokens; routing replay; the instruments in whole training steps, at their defaults (over ten steps, one
+of which is looked at closely) and with everything on every token; and log-probabilities in chunks against all at once, by
+time and by peak memory. A ratio is the median over rounds of the ratio of neighbours in time.
 """
 
+import multiprocessing
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +22,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from models.logprobs import Vocabulary, logprobs_and_entropy
 from models.model import MoEModel
 from models.optimizer import Optimizer
 from moe_rl import config as configuration
-from moe_rl.config import RunConfig
+from moe_rl.config import DriftSection, ReplaySection, RunConfig
+from moe_rl.session import opened
+from moe_rl.trainer import Trainer
 from moe_rl.types import Problem, Response, Rollout
 from moe_rl.update import Minibatch, PolicyUpdate
 from parallel.groups import process_groups
@@ -29,33 +36,96 @@ from parallel.runtime import started
 from parallel.schedule import run_microbatches
 
 ROUNDS, SEQUENCES, PROMPT, RESPONSE = 15, 64, 8, 64
+OFF = DriftSection(enabled=False)
+# what a user can ask for at most: all scores, all sequences in the traces, every extra pass in every step
+EVERYTHING = ["drift.scores_share=1", "drift.probe_every=1", "drift.trace_every=1", "drift.trace_sequences=1000000"]
+TOKENS, HIDDEN, VOCABULARY = 4096, 256, 65536
 
 
 def main() -> None:
     root = Path(__file__).parent.parent
-    config = configuration.load(root / "configs" / "quickstart.yaml", ["parallel.expert=1", *sys.argv[1:]])
+    overrides = ["parallel.expert=1", *sys.argv[1:]]
+    config = configuration.load(root / "configs" / "quickstart.yaml", overrides)
+    table = Table("what", "median", "of", "median", "ratio", title=f"updates: {SEQUENCES} x {PROMPT + RESPONSE} tokens")
+    updates(config, table)
+    steps(root, overrides, table)
+    memory(table)
+    Console(width=110).print(table)
+
+
+def updates(config: RunConfig, table: Table) -> None:
     with (
         started(config.run.seed, config.run.threads, config.parallel.timeout_seconds) as here,
         process_groups(config.parallel) as groups,
     ):
         model = MoEModel(config.model, groups, here.device, config.run.seed)
         optimizer = model.optimizer(config.optimizer, 1000)
-        table = Table("what", "median", "of", "median", "ratio", title=f"{SEQUENCES} x {PROMPT + RESPONSE} tokens")
-        update = PolicyUpdate(model, config.algorithm, 1.0, measure_drift=True)
-        blind = PolicyUpdate(model, config.algorithm, 1.0, measure_drift=False)
-        minibatch = prepared(update, config)
-        bare = lambda: bare_step(model, optimizer, minibatch)  # noqa: E731
-        row(table, "update", lambda: update.step(minibatch, optimizer, None), "bare Megatron step", bare)
-        row(
-            table,
-            "update with drift",
-            lambda: update.step(minibatch, optimizer, None),
-            "update without",
-            lambda: blind.step(minibatch, optimizer, None),
-        )
-        row(table, "old log-probabilities", lambda: update.score_old([minibatch]), "bare Megatron step", bare)
-        Console(width=100).print(table)
-        print(f"peak resident memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+
+        def update(drift: DriftSection, mode: str = "off") -> Callable[[], Any]:
+            policy = PolicyUpdate(model, config.algorithm, 1.0, drift, ReplaySection.model_validate({"mode": mode}))
+            minibatch = prepared(policy, config)
+            return lambda: policy.step(minibatch, optimizer, None)
+
+        on, blind, r2 = update(config.drift), update(OFF), update(config.drift, "r2")
+        r2_blind = update(OFF, "r2")
+        minibatch = prepared(PolicyUpdate(model, config.algorithm, 1.0, OFF, ReplaySection()), config)
+        row(table, "update", on, "bare Megatron step", lambda: bare_step(model, optimizer, minibatch))
+        row(table, "update, drift measured", on, "drift off", blind)
+        row(table, "update, r2", r2, "replay off", on)
+        row(table, "update, r2, drift off", r2_blind, "replay off, drift off", blind)
+
+
+def steps(root: Path, overrides: list[str], table: Table) -> None:
+    """Whole steps: rollout, reward, old log-probabilities, updates, instruments."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = ["sft.steps=0", "task.options={partial_credit: true, min_letters: 3, max_letters: 6}", "rollout.prompts=16"]
+        for name, extra, count, rounds in (
+            ("ten steps, drift at defaults", [], 10, 3),
+            ("two steps, everything on every token", EVERYTHING, 2, 5),
+        ):
+            shared = [*overrides, *plain, f"run.dir={folder}", "run.steps=100000"]
+            load = lambda more: configuration.load(root / "configs" / "quickstart.yaml", more)  # noqa: E731
+            on = load([*shared, f"run.name=steps{count}", *extra])
+            with opened(on, {}) as session:
+                first, second = Trainer(session), None
+                blind = load([*shared, f"run.name=steps{count}", "drift.enabled=false", "drift.watch.enabled=false"])
+                second = Trainer(type(session)(**{**session.__dict__, "config": blind}))
+                first._make_optimizer()
+                second.optimizer = first.optimizer
+                row(table, name, several(first, count), "drift off", several(second, count), rounds, warm=1)
+
+
+def several(trainer: Trainer, count: int) -> Callable[[], None]:
+    """The next `count` steps, each time it is called."""
+
+    def run() -> None:
+        for _ in range(count):
+            trainer.step(trainer.progress.step + 1)
+
+    return run
+
+
+def memory(table: Table) -> None:
+    """Each in a process of its own: peak resident memory above what it had before."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        whole, chunked = (pool.apply(score, (chunk,)) for chunk in (TOKENS, 512))
+    name = f"log-probabilities, {TOKENS} tokens, {VOCABULARY} ids, chunks of 512"
+    for unit, i in (("MiB", 0), ("ms", 1)):
+        table.add_row(name, f"{chunked[i]:.0f} {unit}", "at once", f"{whole[i]:.0f} {unit}", f"{chunked[i] / whole[i]:.2f}")
+
+
+def score(chunk: int) -> tuple[float, float]:
+    """MiB and milliseconds of a forward and backward."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, 1.0, chunk, Vocabulary(0, VOCABULARY, None))
+    (logprobs.sum() + entropy.sum()).backward()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return peak / 1024, (time.perf_counter() - start) * 1e3
 
 
 def prepared(update: PolicyUpdate, config: RunConfig) -> Minibatch:
@@ -66,8 +136,9 @@ def prepared(update: PolicyUpdate, config: RunConfig) -> Minibatch:
     rollouts = [
         Rollout(i, problem, t[:PROMPT], Response(t[PROMPT:], [0.0] * RESPONSE, "stop"), "", 0.0) for i, t in enumerate(tokens)
     ]
-    single = PolicyUpdate(update.model, config.algorithm.model_copy(update={"minibatches": 1}), 1.0, True)
-    (minibatch,) = single.prepare(rollouts, torch.randn(SEQUENCES, generator=generator), seed=0, step=0)
+    single = config.algorithm.model_copy(update={"minibatches": 1})
+    one = PolicyUpdate(update.model, single, 1.0, update.drift, ReplaySection())
+    (minibatch,) = one.prepare(rollouts, torch.randn(SEQUENCES, generator=generator), seed=0, step=0)
     update.score_old([minibatch])
     return minibatch
 
@@ -92,14 +163,22 @@ def bare_step(model: MoEModel, optimizer: Optimizer, minibatch: Minibatch) -> No
     optimizer.step()
 
 
-def row(table: Table, name: str, first: Callable[[], Any], other: str, second: Callable[[], Any]) -> None:
+def row(
+    table: Table,
+    name: str,
+    first: Callable[[], Any],
+    other: str,
+    second: Callable[[], Any],
+    rounds: int = ROUNDS,
+    warm: int = 2,
+) -> None:
     """Times the two in turn, so that a machine that slows down slows both."""
     times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(ROUNDS + 2):
+    for turn in range(rounds + warm):
         for kept, work in zip(times, (first, second), strict=True):
             start = time.perf_counter()
             work()
-            if turn >= 2:
+            if turn >= warm:
                 kept.append(time.perf_counter() - start)
     ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
     cells = [f"{statistics.median(t) * 1e3:.0f} ms" for t in times]

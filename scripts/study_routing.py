@@ -17,6 +17,9 @@ from pathlib import Path
 from moe_rl import config, rundir, study
 
 ROOT = Path(__file__).parents[1]
+# Steps in which the learning rate rises from 0. At once, the highest of them ends a run within three steps, before there is
+# anything to see.
+WARMUP_STEPS = 8
 METHODS = {
     "grpo": ["algorithm.name=grpo"],
     "grpo_r2": ["algorithm.name=grpo", "replay.mode=r2"],
@@ -44,6 +47,7 @@ class Cell:
             f"run.seed={self.seed}",
             f"algorithm.minibatches={self.minibatches}",
             f"optimizer.lr={self.lr}",
+            f"optimizer.warmup_updates={WARMUP_STEPS * self.minibatches}",
             f"checkpoint.load={_base(self.seed)}",
             "sft.steps=0",
         ]
@@ -58,9 +62,10 @@ def main() -> None:
         )
     ]
     began = time.monotonic()
-    # spawned, so that no worker inherits a process group; each keeps what it imported for its next run
-    with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=None) as pool:
-        for seed in pool.imap_unordered(_warm, arguments.seeds):
+    # spawned, so that no worker inherits a process group. A worker keeps what it imported for its next runs, and ends after
+    # a few: what Megatron keeps of a finished run adds up.
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=8) as pool:
+        for seed in pool.imap_unordered(_warm, arguments.seeds, chunksize=1):
             print(f"warm start of seed {seed} is there", flush=True)
         for number, (name, result) in enumerate(pool.imap_unordered(_run, cells), start=1):
             minutes = (time.monotonic() - began) / 60

@@ -1,7 +1,7 @@
 """The instruments of a run: which steps are looked at closely, and the passes that only they make."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -51,8 +51,9 @@ class Instruments:
         self.directory = config.directory
         self.probe = ProbeSet(update, self.section.probe_sequences, self.budget, self.directory)
         model = config.model
+        self.mode = config.replay.mode
         self.header = traces.Header(
-            config.run.name, config.algorithm.name, config.replay.mode, model.moe_layers, model.experts, model.topk
+            config.run.name, config.algorithm.name, self.mode, model.moe_layers, model.experts, model.topk
         )
         self.tables: list[TokenTable] = []  # of the updates of a traced step, on the main rank
 
@@ -62,7 +63,7 @@ class Instruments:
 
     def plan(self, step: int) -> Look:
         """The first step is always looked at, so that a short run has something to show."""
-        if not self.section.enabled:
+        if not self.section.enabled or not self.model.config.moe_layers:
             return Look(step)
         due = [every > 0 and (step == 1 or step % every == 0) for every in (self.section.probe_every, self.section.trace_every)]
         return Look(step, *due)
@@ -90,7 +91,8 @@ class Instruments:
         if self.tables:
             columns = [trace_columns(table, look.step, i, policy_version) for i, table in enumerate(self.tables)]
             whole = {name: np.concatenate([one[name] for one in columns]) for name in columns[0]}
-            traces.write(self.directory, look.step, self.header, whole)
+            mode = self.mode if self.mode != "off" else self.update.replay.source  # an alarm may have switched it on
+            traces.write(self.directory, look.step, replace(self.header, replay=mode), whole)
             self.tables = []
         if not look.probe:
             return {}
@@ -152,8 +154,9 @@ class Instruments:
                     stream_routes(m.stream, m.members, routes, config.topk, config.experts, len(self.model.moe_layers)),
                     self.model.moe_layers,
                     config.experts,
+                    number,
                 )
-                for m in microbatches
+                for number, m in enumerate(microbatches)
             ]
         streams = [m.stream for m in microbatches]
         scores = self.model.score(streams, replay)

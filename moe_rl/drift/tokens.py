@@ -71,7 +71,9 @@ Pieces = dict[int, dict[str, Array]]
 
 def by_sequence(stream: Stream, groups: Groups, values: Tensor) -> list[Tensor]:
     """[T / tensor, ...] of this rank's part -> each sequence's [n, ...], on every tensor rank (collective over them)."""
-    if groups.tensor.size > 1:
+    if not values.numel():  # a stage without a layer that routes
+        values = values.new_zeros(stream.size, *values.shape[1:])
+    elif groups.tensor.size > 1:
         mine = values.contiguous().view(torch.uint8) if values.dim() > 1 else values[:, None].contiguous().view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(groups.tensor.size)]
         dist.all_gather(parts, mine, group=groups.tensor.group)  # as bytes: gloo does not know every type

@@ -39,6 +39,10 @@ STEP, STILL, LONG = "step", "still", "long"
 SPARSE = ["rollout.prompts=1", "algorithm.epochs=2", "algorithm.microbatch_tokens=8"]
 
 
+# The first stage of two has no layer that routes; fresh weights, which are the same in every layout
+DENSE = ["model.dense_layers=[0,1]", "replay.mode=r3", "algorithm.minibatches=2"]
+
+
 def name(layout: str, what: str) -> str:
     return f"{layout}-{what}".replace(" ", "-")
 
@@ -55,6 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         here += [found.config(name(layout, mode), start, *settings, *extra, "run.steps=1") for mode, extra in REPLAYS.items()]
         if layout in ("one", "EP2", "PP2 virtual"):
             here.append(found.config(name(layout, "sparse"), start, *settings, *SPARSE, "run.steps=1"))
+        if layout in ("one", "PP2", "TP2"):
+            here.append(found.config(name(layout, "dense"), *settings, *DENSE, "run.steps=1"))
         if layout in ("EP2", "TP2", "PP2"):
             here.append(found.config(name(layout, STILL), start, *settings, "optimizer.lr=0", "algorithm.epochs=2"))
     # to step 3, and in two parts; the second goes on in the first one's directory, from its checkpoint
@@ -117,6 +123,15 @@ def test_replay_is_that_of_one_process(runs: Runs, layout: str, mode: str) -> No
 @pytest.mark.parametrize("layout", ["EP2", "PP2 virtual"])
 def test_a_rank_without_a_sequence_in_a_minibatch_changes_nothing(runs: Runs, layout: str) -> None:
     assert_close(runs.steps(name(layout, "sparse"))[1], runs.steps(name("one", "sparse"))[1])
+
+
+@pytest.mark.parametrize("layout", ["PP2", "TP2"])
+def test_a_stage_without_routers_changes_nothing(runs: Runs, layout: str) -> None:
+    """Case 1."""
+    wanted = runs.steps(name("one", "dense"))[1]
+    assert_close(runs.steps(name(layout, "dense"))[1], wanted)
+    layers = {key.split("/")[-1] for key in wanted if key.startswith("drift/probe/router_shift/layer")}
+    assert layers == {"layer_02", "layer_03"}
 
 
 @pytest.mark.parametrize("layout", ["EP2", "TP2", "PP2"])

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl import cli
+from moe_rl import cli, config_errors
+from moe_rl.config import RunConfig
+from moe_rl.drift import hints
 from moe_rl.drift.history import DriftKey, History, parse
 from moe_rl.report.series import smooth, thin
 from tests.synthetic import make_run
@@ -241,10 +244,19 @@ def test_neither_command_loads_torch_or_megatron(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "one" / "drift", ignore_errors=True)
     code = f"""
 import sys
-from moe_rl import cli
+from moe_rl import cli, config_errors
+from moe_rl.config import RunConfig
+from moe_rl.drift import hints
 assert cli.main(["drift", {str(run)!r}]) == 0 and cli.main(["report", {str(run)!r}]) == 0
 print("loaded:", [name for name in ("torch", "megatron", "transformers") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("loaded: []\n")
+
+
+def test_every_setting_that_is_recommended_exists() -> None:
+    named = {name for value in vars(hints).values() if isinstance(value, str) for name in re.findall(r"\w+\.\w+(?==)", value)}
+    assert named >= {"drift.enabled", "drift.trace_every", "drift.scores_share", "drift.probe_every", "replay.mode"}
+    for name in named:
+        assert config_errors.holds_one_value(RunConfig, name.split(".")), name

@@ -174,10 +174,10 @@ POLICY = ReplayPolicy(ReplaySection(mode="filtered", keep_share=0.25))
 def test_a_streams_replay_knows_whether_anything_is_unknown() -> None:
     stream = stream_of(0)
     routes = GOOD[[0, 1, 2, 0, 1]]
-    replay = POLICY.of_stream(stream, routes.to(torch.uint8), [0, 2], 8)
+    replay = POLICY.of_stream(stream, routes.to(torch.uint8), [0, 2], 8, 5)
     assert (replay.unknown, replay.keep_share) == (False, 0.25)
     routes[3] = -1
-    assert POLICY.of_stream(stream, routes, [0, 2], 8).unknown
+    assert POLICY.of_stream(stream, routes, [0, 2], 8, 5).unknown
 
 
 @pytest.mark.parametrize(("row", "where"), [(1, "sample 9, token 1"), (4, "sample 4, token 1"), (6, "filler token 1")])
@@ -186,5 +186,5 @@ def test_a_replayed_route_that_is_no_choice_is_named(row: int, where: str) -> No
     routes = GOOD[[0, 1, 2, 0, 1, 2, 0]].clone()
     for value, fault in ((8, r"expert 8 is outside \[0, 8\)"), (int(routes[row, 1, 1]), r"expert \d stands there twice")):
         routes[row, 1, 0] = value
-        with pytest.raises(ValueError, match=rf"^replayed routes, layer 2, {where}: {fault}"):
-            POLICY.of_stream(stream_of(2), routes, [0, 2], 8)
+        with pytest.raises(ValueError, match=rf"^replayed routes, layer 2, microbatch 5, {where}: {fault}"):
+            POLICY.of_stream(stream_of(2), routes, [0, 2], 8, 5)

@@ -12,7 +12,7 @@ from models.initialise import initialise
 from models.layer_map import moe_modules
 from models.model import MoEModel
 from models.routes import filler_routes
-from models.routing import Replay, RouteTap, install_taps
+from models.routing import Replay, RouteTap, check_replayed, install_taps, open_logs
 from moe_rl.reference import Reference
 from parallel.runtime import Runtime, started
 from tests.distributed.forced import gradients, random_replay, random_streams, routes_of, watched
@@ -114,29 +114,29 @@ def test_replaying_what_a_pass_chose_changes_nothing(runtime: Runtime) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("source", ["replay", "own"])
 def test_recomputation_takes_its_own_streams_routes(runtime: Runtime, seed: int, source: str) -> None:
-    """Cases 8 and 9: between a stream's forward and its recomputation the routers change, as near-tied logits would; with
-    replay and without, each microbatch keeps its own routes."""
+    """Cases 8 and 9: three forwards, then their recomputations in another order, as pipelines do; in between the routers
+    change, as near-tied logits would. With replay and without, each microbatch keeps its own routes."""
     case = Case(seed=seed, model=MIXED.model | dict(recompute="full"))
     with built(case, runtime) as model:
-        streams, chosen = random_streams(case, 3), []
-        replay = random_replay(model, streams, seed) if source == "replay" else None
+        streams = random_streams(case, 3)
+        open_logs(streams, random_replay(model, streams, seed) if source == "replay" else None, model.moe_layers)
+        model.bare[0].train()
         generator = torch.Generator().manual_seed(seed)
-
-        def disturb() -> None:
-            chosen.append(routes_of(model, [streams[len(chosen)]])[0])
+        with watched(model) as seen:
+            scores = [model._forward(model.bare[0], stream) for stream in streams]
+            forced = routes_of(model, streams)
             with torch.no_grad():
                 for _, module in moe_modules(model.bare):
                     module.mlp.router.weight.normal_(0.0, 0.1, generator=generator)
-
-        with watched(model) as seen:
-            gradients(model, streams, replay, disturb)
-        forced = chosen if replay is None else [r.routes for r in replay]
-        for i in range(3):
-            assert torch.equal(routes_of(model, streams)[i], forced[i])
+            order = (2, 0, 1)
+            for i in order:
+                scores[i].logprobs.sum().backward()
+        check_replayed(streams, model.moe_layers)
+        for i, routes in enumerate(routes_of(model, streams)):
+            assert torch.equal(routes, forced[i])
             for place, layer in enumerate(model.moe_layers):
-                # forward of stream i, then its recomputation
-                first, second = (seen[layer][2 * i + n] for n in (0, 1))
-                used = torch.zeros_like(first.gates).scatter(1, forced[i][:, place], 1.0) > 0
+                first, second = seen[layer][i], seen[layer][3 + order.index(i)]
+                used = torch.zeros_like(first.gates).scatter(1, routes[:, place], 1.0) > 0
                 assert torch.equal(first.gates > 0, used) and torch.equal(second.gates > 0, used)
                 assert not torch.allclose(first.gates, second.gates)
 
