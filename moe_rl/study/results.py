@@ -37,6 +37,7 @@ class Result:
     the highest mean of `PEAK` steps in a row before the collapse, for without reward there is no gradient and no drift.
     change_mean: of all steps. probe_change, router_shift: against the start, at the end. noise: the largest floor measured.
     collapse: the step (`scoring.Collapse`). alarms: rule -> the step in which it fired first, under the default thresholds.
+    lines: of metrics.jsonl, without the keys of single layers, which no rule reads.
     """
 
     name: str
@@ -116,7 +117,8 @@ def read(directory: Path) -> Result | str:
         return "has no evaluation before and after"
     replayed, name = run.setting("replay.mode"), run.setting("algorithm.name")
     method = name if replayed == "off" else f"{name}_{replayed}"
-    lines, change = run.history.lines, _last_change(run.history)
+    lines = [{key: value for key, value in line.items() if "/layer_" not in key} for line in run.history.lines]
+    change = _last_change(run.history)
     collapse = COLLAPSE.step(lines)
     alarms = scoring.replay(WatchSection(), lines)
     return Result(
