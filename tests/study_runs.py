@@ -1,6 +1,7 @@
-"""Run directories of a grid, made up from a few numbers a step."""
+"""Run directories of a grid, made up from a few numbers a step, and work that fails."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,14 @@ def small_grid(root: Path) -> list[Path]:
             if (method, minibatches) != ("grpo_r2", 4):
                 made.append(make(root, method, minibatches, 6e-4, 0, FALLING, (0.4, 0.0), [3 * rate] * 8, {4: FAR, 8: probe}))
     return [*made, root / "grpo_r2-m4-lr0.0006-s0"]
+
+
+def broken(number: int) -> float:
+    """For a spawned process, which imports this module: it brings no torch."""
+    if number == 2:
+        raise ValueError("two\nis out")
+    return number / 4
+
+
+def killed(number: int) -> float:
+    os._exit(number)

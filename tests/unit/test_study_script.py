@@ -1,8 +1,6 @@
 """The script of the routing study: what it skips, and that nothing that fails hides the rest."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from moe_rl import config, yaml_text
+from tests.study_runs import broken, killed
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,16 +23,6 @@ def loaded() -> ModuleType:
 
 
 SCRIPT = loaded()
-
-
-def broken(number: int) -> float:
-    if number == 2:
-        raise ValueError("two\nis out")
-    return number / 4
-
-
-def killed(number: int) -> float:
-    os._exit(number)
 
 
 def test_a_failed_run_does_not_hide_the_others(tmp_path: Path) -> None:
@@ -120,7 +109,10 @@ def test_each_value_is_trained_once_and_failures_are_named_at_the_end(
     ]
 
 
-def test_help_names_every_option() -> None:
-    command = [sys.executable, "scripts/study_routing.py", "--help"]
-    shown = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, check=True)
-    assert all(option in shown.stdout for option in ("--methods", "--minibatches", "--lrs", "--seeds", "--processes"))
+def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["study_routing.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        SCRIPT.main()
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--methods", "--minibatches", "--lrs", "--seeds", "--processes"))
