@@ -38,7 +38,19 @@ def write(root: Path, results: Sequence[Result], cells: Sequence[Cell], rules: S
         _write(root / "cells.csv", [*_SETTINGS, "seeds", "collapsed", *spreads, "lead_median"], map(_cell, cells)),
         _write(
             root / "rules.csv",
-            ["rule", "threshold", "hits", "late", "misses", "lead_median", "false", "false_rate", "false_runs", "false_lost"],
+            [
+                "rule",
+                "threshold",
+                "hits",
+                "late",
+                "misses",
+                "lead_median",
+                "false",
+                "false_rate",
+                "false_runs",
+                "false_lost",
+                "ahead_median",
+            ],
             map(_rule, rules),
         ),
     ]
@@ -53,7 +65,7 @@ def _cell(cell: Cell) -> list[Value]:
 def _rule(rule: RuleScore) -> list[Value]:
     score = rule.score
     counts = (score.hits, score.late, score.misses, score.lead, score.false, score.false_rate, score.false_runs)
-    return [score.rule, rule.threshold, *counts, rule.false_lost]
+    return [score.rule, rule.threshold, *counts, rule.false_lost, rule.ahead]
 
 
 def _plain(value: Value) -> Value:

@@ -6,8 +6,8 @@ from moe_rl.report import page as pages
 from moe_rl.report.figure import Chart, Table, styles
 from moe_rl.report.page import Section
 from moe_rl.study import charts
-from moe_rl.study.results import Cell, Difference, Result, RuleScore
-from moe_rl.study.tables import summary
+from moe_rl.study.results import Cell, Difference, Result, RuleScore, distinct
+from moe_rl.study.tables import steps, summary
 
 
 def html(
@@ -62,18 +62,21 @@ def _rules(rules: Sequence[RuleScore]) -> Chart:
         "false alarms",
         "a 100 calm steps",
         "calm runs with one",
+        "ahead of reward, steps",
     ]
     rows = []
     for rule in rules:
         score = rule.score
         found = [f"{rule.threshold:g}", str(score.hits), str(score.late), str(score.misses)]
-        found.append("-" if score.lead is None else f"{score.lead:g}")
+        found.append(steps(score.lead))
         found += [str(score.false), "-" if score.false_rate is None else f"{score.false_rate:.2f}"]
-        found.append(f"{score.false_runs} (pass@1 fell in {rule.false_lost})")
+        found += [f"{score.false_runs} (pass@1 fell in {rule.false_lost})", steps(rule.ahead)]
         rows.append((score.rule, found))
     how = (
         "Hits: collapsed runs with an alarm before or at the collapse; late: only after it; missed: never. Lead: steps from "
-        "the alarm to the collapse, over hits and late ones. False: alarms in runs that did not collapse; some got worse."
+        "the alarm to the collapse, over hits and late ones. False: alarms in runs that did not collapse; some got worse. "
+        "Ahead: median steps before the rule `reward`, which sees no more than the reward itself. Runs that are the same count "
+        "once."
     )
     return Chart("Every rule over all runs", how, table=Table("rule", columns, rows), wide=True, missing="No rule is on.")
 
@@ -88,12 +91,12 @@ def _leads(results: Sequence[Result]) -> Chart:
                 ", ".join(f"{rule} {step}" for rule, step in sorted(result.alarms.items(), key=lambda pair: pair[1])) or "none",
             ],
         )
-        for result in results
+        for result in distinct(results)
         if result.collapsed
     ]
     how = (
-        "Every run that collapsed. A rule that compares with the start of the run needs 5 steps to know it, so it cannot "
-        "foretell an earlier collapse. -: pass@1 halved without a step from which the reward was gone."
+        "Every run that collapsed; runs that are the same stand here once. A rule that compares with the start of the run needs "
+        "5 steps to know it, so it cannot foretell an earlier collapse. -: pass@1 halved without a step from which the reward was gone."
     )
     columns = ["collapse at step", "lead, steps", "first alarm of each rule, at step"]
     return Chart("Every collapse", how, table=Table("run", columns, rows), wide=True, missing="No run collapsed.")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from moe_rl.drift import runs, scoring
@@ -179,26 +179,44 @@ def differences(results: Sequence[Result], base: str = "grpo") -> list[Differenc
 
 @dataclass(frozen=True)
 class RuleScore:
-    """A rule over all runs. false_lost: of the calm runs with an alarm, those whose pass@1 fell all the same."""
+    """A rule over all runs. false_lost: of the calm runs with an alarm, those whose pass@1 fell all the same.
+
+    ahead: median steps from its alarm to that of the rule `reward`, over collapsed runs with both; negative: behind.
+    """
 
     score: scoring.Score
     threshold: float
     false_lost: int
+    ahead: float | None
 
 
 def rule_scores(results: Sequence[Result]) -> list[RuleScore]:
-    """Of the rules as they are set by default. A run that lost its pass@1 but has no step of collapse is left out."""
+    """Of the rules as they are set by default, over distinct runs.
+
+    A run that lost its pass@1 but has no step of collapse is left out.
+    """
     section = WatchSection()
-    counted = {result.name: result for result in results if result.collapse is not None or not result.collapsed}
+    counted = {result.name: result for result in distinct(results) if result.collapse is not None or not result.collapsed}
     found = scoring.outcomes(section, {name: result.lines for name, result in counted.items()}, COLLAPSE)
+    collapsed = [result.alarms for result in counted.values() if result.collapse is not None]
     rows = []
     for score in scoring.scores(found):
         lost = sum(
             outcome.rule == score.rule and outcome.collapse is None and bool(outcome.false) and counted[outcome.run].gain < 0
             for outcome in found
         )
-        rows.append(RuleScore(score, getattr(section, score.rule).threshold, lost))
+        ahead = [alarms["reward"] - alarms[score.rule] for alarms in collapsed if {"reward", score.rule} <= set(alarms)]
+        rows.append(RuleScore(score, getattr(section, score.rule).threshold, lost, median(ahead) if ahead else None))
     return rows
+
+
+def distinct(results: Sequence[Result]) -> list[Result]:
+    """Without runs that earned the rewards of an earlier one in every step: with one minibatch all methods are the same."""
+    first: dict[tuple[Any, ...], Result] = {}
+    for result in results:
+        rewards = tuple(line.get("reward/mean") for line in result.lines)
+        first.setdefault((*result.settings[1:], result.seed, result.after, rewards), result)
+    return list(first.values())
 
 
 def _summary(directory: Path) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from moe_rl.study.results import PEAK, Cell, Difference, Result, RuleScore, Spread
+from moe_rl.study.results import PEAK, Cell, Difference, Result, RuleScore, Spread, distinct
 
 
 def tables(cells: Sequence[Cell], differences: Sequence[Difference], rules: Sequence[RuleScore]) -> list[Group]:
@@ -72,14 +72,15 @@ def _rules(rules: Sequence[RuleScore]) -> Group | None:
     rows = []
     for rule in rules:
         score = rule.score
-        lead, rate = "-" if score.lead is None else f"{score.lead:g}", score.false_rate
+        lead, rate = steps(score.lead), score.false_rate
         counts = [score.hits, score.late, score.misses, lead, score.false, "-" if rate is None else f"{rate:.2f}"]
-        rows.append([score.rule, *map(str, [*counts, score.false_runs, rule.false_lost])])
-    heads = ["rule", "hits", "late", "missed", "lead", "false", "a 100", "runs", "fell"]
+        rows.append([score.rule, *map(str, [*counts, score.false_runs, rule.false_lost, steps(rule.ahead)])])
+    heads = ["rule", "hits", "late", "miss", "lead", "false", "a 100", "runs", "fell", "ahead"]
     title = (
-        "rules of the watch at their defaults. lead: median, steps\n"
+        "rules of the watch at their defaults, over distinct runs. lead: median, steps\n"
         "false: alarms in runs that did not collapse; a 100 of their steps\n"
-        "runs: of those that did not collapse, with an alarm; fell: of these, pass@1 fell"
+        "runs: of those that did not collapse, with an alarm; fell: of these, pass@1 fell\n"
+        "ahead: median steps before the rule reward, in collapsed runs with both"
     )
     return _table(title, heads, rows) if rows else None
 
@@ -88,14 +89,20 @@ def summary(results: Sequence[Result]) -> str:
     """How many there are, and how many of them collapsed, and when."""
     collapsed = [result for result in results if result.collapsed]
     steps = [result.collapse for result in collapsed if result.collapse is not None]
-    text = f"{len(results)} complete runs, {len(collapsed)} of them collapsed"
+    same = len(results) - len(distinct(results))
+    twice = f" ({same} the same as another)" if same else ""
+    text = f"{len(results)} complete runs{twice}, {len(collapsed)} of them collapsed"
     return f"{text} (median step {median(steps):g}, from {min(steps)} to {max(steps)})" if steps else text
 
 
 def lead(cell: Cell) -> str:
     """The median over the seeds that collapsed with an alarm."""
     leads = [result.lead for result in cell.results if result.lead is not None]
-    return f"{median(leads):g}" if leads else "-"
+    return steps(median(leads) if leads else None)
+
+
+def steps(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
 
 
 def lr(value: float) -> str:

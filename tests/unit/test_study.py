@@ -12,7 +12,7 @@ import pytest
 from moe_rl import study
 from moe_rl.drift.scoring import Score
 from moe_rl.drift.watch_rules import RULES
-from moe_rl.study.results import Result, Settings, Spread, cells, differences, read, rule_scores
+from moe_rl.study.results import Result, Settings, Spread, cells, differences, distinct, read, rule_scores
 from moe_rl.study.tables import lr, summary, tables
 from moe_rl.summary import as_text
 from parallel.errors import UsageError
@@ -148,8 +148,22 @@ def test_rules_over_all_runs(tmp_path: Path) -> None:
     # 24 calm steps: none of the collapsed run is more than the horizon of 50 before its collapse
     assert rules["ratio_mean"].score == Score("ratio_mean", 1, 0, 0, 3, 2, pytest.approx(100 * 2 / 24), 2)
     assert (rules["ratio_mean"].threshold, rules["ratio_mean"].false_lost) == (0.1, 1)
+    assert [rules[name].ahead for name in ("ratio_mean", "reward", "signal")] == [3, 0, None]  # reward fires at 7
     assert rules["reward"].score == Score("reward", 1, 0, 0, 0, 0, 0.0, 0)
     assert rules["entropy_low"].score == Score("entropy_low", 0, 0, 1, None, 0, 0.0, 0)
+
+
+def test_runs_that_earned_the_same_count_once(tmp_path: Path) -> None:
+    made = [
+        make(tmp_path, "grpo", 1, 5e-5, 0, RISING, (0.4, 0.6)),
+        make(tmp_path, "grpo_r2", 1, 5e-5, 0, RISING, (0.4, 0.6)),
+        make(tmp_path, "gspo", 1, 5e-5, 0, [*RISING[:-1], 0.4], (0.4, 0.6)),  # another reward in one step
+        make(tmp_path, "gspo", 2, 5e-5, 0, RISING, (0.4, 0.6)),
+        make(tmp_path, "grpo", 1, 5e-5, 1, RISING, (0.4, 0.6)),
+        make(tmp_path, "gspo", 1, 2e-4, 0, RISING, (0.4, 0.7)),
+    ]
+    results = [result(directory) for directory in made]
+    assert [r.name for r in distinct(results)] == [directory.name for directory in made if "r2" not in directory.name]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +181,8 @@ def test_tables_fit_eighty_columns(tmp_path: Path) -> None:
     assert ["4", "6e-4", "0.400", "0.000", "0.000-0.000", "0.0900", "0.100", "0.010", "1/1", "3"] in rows
     assert ["4", "5e-5", "0.400", "0.650", "0.650-0.650", "0.0300", "0.100", "0.010", "0/1", "-"] in rows  # with replay
     assert ["1", "5e-5", "+0.050", "+0.050", "to", "+0.050", "1", "/", "0", "/", "0", "+0.0000"] in rows
-    assert ["ratio_mean", "3", "0", "0", "3", "0", "0.00", "0", "0"] in rows
+    # of the three that collapsed, two are the same; ratio_mean fires at 4 and reward at 7
+    assert ["ratio_mean", "2", "0", "0", "3", "0", "0.00", "0", "0", "3"] in rows
     assert "…" not in text
 
 
@@ -179,7 +194,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study.write(tmp_path, small_grid(tmp_path))
     shown = capsys.readouterr().out
-    assert "7 complete runs, 3 of them collapsed (median step 7, from 7 to 7)" in shown
+    assert "7 complete runs (1 the same as another), 3 of them collapsed (median step 7, from 7 to 7)" in shown
     assert "left out: grpo_r2-m4-lr0.0006-s0: not begun" in shown
     names = ["results.csv", "cells.csv", "rules.csv", "study.html"]
     assert shown.strip().split("\n")[-4:] == [f"written: {tmp_path / name}" for name in names]
@@ -197,7 +212,8 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (cell["seeds"], cell["collapsed"], cell["lead_median"]) == ("1", "0", "")
     assert [float(cell[f"after_{part}"]) for part in ("mean", "low", "high")] == [0.65] * 3
     rule = next(row for row in rows(tmp_path / "rules.csv") if row["rule"] == "ratio_mean")
-    assert (rule["hits"], rule["misses"], float(rule["lead_median"]), rule["false"]) == ("3", "0", 3.0, "0")
+    assert (rule["hits"], rule["misses"], float(rule["lead_median"]), rule["false"]) == ("2", "0", 3.0, "0")
+    assert float(rule["ahead_median"]) == 3.0
 
 
 def test_the_page_holds_the_grid(tmp_path: Path) -> None:
