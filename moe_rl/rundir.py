@@ -89,7 +89,9 @@ def sort_out_traces(directory: Path, after: int | None) -> None:
 
 def write_summary(directory: Path, after: dict[str, float]) -> None:
     """The evaluation after the last step. Not in metrics.jsonl, where a run continued later would differ by it."""
-    (directory / SUMMARY).write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
+    part = directory / f".{SUMMARY}.part"
+    part.write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
+    part.replace(directory / SUMMARY)
 
 
 def write_rollouts(directory: Path, step: int, rollouts: Sequence[Rollout]) -> None:

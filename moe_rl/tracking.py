@@ -169,6 +169,10 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(directory: Path) -> dict[str, float]:
-    """The evaluation after a run's last step, with its "step"; empty before the run has ended."""
+    """The evaluation after a run's last step, with its "step"; empty before the run has ended, or where it was cut short."""
     path = directory / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -69,11 +69,8 @@ def _load(path: Path, name: str) -> Run:
 
 def _with_summary(path: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The evaluation after the last step is in a file of its own: beside that step's metrics it closes the curve."""
-    try:
-        after = read_summary(path)
-    except (OSError, ValueError):  # cut short: the run died while it wrote it
-        return lines
-    if not lines or not isinstance(after, dict) or after.get("step") != lines[-1]["step"]:
+    after = read_summary(path)
+    if not lines or after.get("step") != lines[-1]["step"]:
         return lines
     return [*lines[:-1], lines[-1] | {key: value for key, value in after.items() if isinstance(value, int | float)}]
 

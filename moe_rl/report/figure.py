@@ -22,14 +22,28 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Table:
+    """corner: the heading of the first column. rows: a heading and a cell a column. marked: rows whose cells are set off."""
+
+    corner: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+    marked: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class Chart:
-    """how: a sentence on how to read it. missing: what to switch on, where there is no panel; wide: takes the whole row."""
+    """how: a sentence on how to read it. missing: what to switch on, where there is no panel and no table.
+
+    wide: takes the whole row.
+    """
 
     title: str
     how: str
     panels: list[Panel] = field(default_factory=list)
     missing: str = ""
     wide: bool = False
+    table: Table | None = None
 
 
 @dataclass(frozen=True)

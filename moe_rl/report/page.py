@@ -10,7 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from moe_rl.drift.runs import Run
 from moe_rl.report import overview
-from moe_rl.report.figure import Chart, Panel, Style
+from moe_rl.report.figure import Chart, Panel, Style, Table
 
 _HERE = Path(__file__).parent
 # The one policy a page without a server can carry: nothing may be loaded from anywhere, a fetch by mistake included
@@ -25,13 +25,30 @@ class Section:
 
 
 def page(runs: Sequence[Run], styles: Sequence[Style], sections: Sequence[Section]) -> str:
-    """Self-contained HTML: about 5 MB, nearly all of it plotly.js."""
+    """The page of one run, or of several compared."""
+    results = table(Table("results", [run.name for run in runs], overview.results(runs)))
+    settings = overview.settings(runs)
+    differ = [place for place, (_, cells) in enumerate(settings) if len(set(cells)) > 1]
+    names = [run.name for run in runs]
+    first = f"""<section>
+<h2>Runs</h2>
+<p class="lead">Settings in which the runs differ are marked. Averages are over the last 10 steps.
+In a chart, drag to zoom and double-click to see all again.</p>
+<div class="tables">{results}{table(Table("settings", names, settings, differ))}</div>
+</section>"""
+    notes = [f"skipped {note}" for run in runs for note in run.notes]
+    source = f"Made from metrics.jsonl and trace files of {', '.join(str(run.path) for run in runs)}."
+    return document("moe-rl report", list(zip(names, styles, strict=True)), first, sections, [*notes, source])
+
+
+def document(
+    title: str, marks: Sequence[tuple[str, Style]], first: str, sections: Sequence[Section], footer: Sequence[str]
+) -> str:
+    """Self-contained HTML: about 5 MB, nearly all of it plotly.js. marks: names of what has a colour. first: HTML."""
     figures: list[Panel] = []
     body = "\n".join(_section(section, figures) for section in sections)
-    names = ", ".join(run.name for run in runs)
-    chips = "".join(_chip(run, style) for run, style in zip(runs, styles, strict=True))
-    tables = _table("results", runs, overview.results(runs)) + _table("settings", runs, overview.settings(runs), marked=True)
-    notes = "".join(f"<p>skipped {_text(note)}</p>" for run in runs for note in run.notes)
+    chips = "".join(_chip(name, style) for name, style in marks)
+    notes = "".join(f"<p>{_text(note)}</p>" for note in footer)
     data = _script_safe(json.dumps([{"data": panel.data, "layout": panel.layout} for panel in figures], allow_nan=False))
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -39,21 +56,16 @@ def page(runs: Sequence[Run], styles: Sequence[Style], sections: Sequence[Sectio
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>moe-rl report: {_text(names)}</title>
+<title>{_text(title)}: {_text(", ".join(name for name, _ in marks))}</title>
 <link rel="icon" href="data:,">
 <style>{(_HERE / "page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
-<header><div><h1>moe-rl report</h1><div class="chips">{chips}</div></div></header>
+<header><div><h1>{_text(title)}</h1><div class="chips">{chips}</div></div></header>
 <main>
-<section>
-<h2>Runs</h2>
-<p class="lead">Settings in which the runs differ are marked. Averages are over the last 10 steps.
-In a chart, drag to zoom and double-click to see all again.</p>
-<div class="tables">{tables}</div>
-</section>
+{first}
 {body}
-<footer>{notes}<p>Made from metrics.jsonl and trace files of {_text(", ".join(str(run.path) for run in runs))}.</p></footer>
+<footer>{notes}</footer>
 </main>
 <script id="figures" type="application/json">{data}</script>
 <script>{get_plotlyjs()}</script>
@@ -61,6 +73,24 @@ In a chart, drag to zoom and double-click to see all again.</p>
 </body>
 </html>
 """
+
+
+def lead(title: str, text: str) -> str:
+    """A section of words alone."""
+    return f'<section><h2>{_text(title)}</h2><p class="lead">{_text(text)}</p></section>'
+
+
+def table(found: Table) -> str:
+    """Nothing where there is no row."""
+    if not found.rows:
+        return ""
+    head = "".join(f"<th>{_text(name)}</th>" for name in found.columns)
+    lines = []
+    for place, (heading, cells) in enumerate(found.rows):
+        mark = ' class="differs"' if place in found.marked else ""
+        lines.append(f"<tr{mark}><th>{_text(heading)}</th>{''.join(f'<td>{_text(text)}</td>' for text in cells)}</tr>")
+    head = f"<thead><tr><th>{_text(found.corner)}</th>{head}</tr></thead>"
+    return f'<div class="scroll"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def _section(section: Section, figures: list[Panel]) -> str:
@@ -75,12 +105,14 @@ def _section(section: Section, figures: list[Panel]) -> str:
 
 
 def _chart(chart: Chart, figures: list[Panel]) -> str:
-    if chart.panels:
+    if chart.table is not None and chart.table.rows:
+        inside = table(chart.table)
+    elif chart.panels:
         inside = "".join(_panel(panel, figures) for panel in chart.panels)
         inside = f'<div class="panels">{inside}</div>'
     else:
         inside = f'<p class="missing"><b>No data.</b> {_text(chart.missing)}</p>'
-    wide = " wide" if chart.wide and chart.panels else ""
+    wide = " wide" if chart.wide and (chart.panels or chart.table) else ""
     return f'<div class="chart{wide}"><h3>{_text(chart.title)}</h3>{inside}<p class="how">{_text(chart.how)}</p></div>'
 
 
@@ -91,22 +123,10 @@ def _panel(panel: Panel, figures: list[Panel]) -> str:
     return f'<div class="panel">{heading}<div class="plot" data-figure="{len(figures) - 1}" style="{height}"></div></div>'
 
 
-def _chip(run: Run, style: Style) -> str:
+def _chip(name: str, style: Style) -> str:
     border = {"solid": "solid", "dot": "dotted", "dash": "dashed", "dashdot": "dashed"}[style.dash]
     mark = f"--run:{style.color};border-top-style:{border}"
-    return f'<span class="chip"><i style="{mark}"></i>{_text(run.name)}</span>'
-
-
-def _table(corner: str, runs: Sequence[Run], rows: Sequence[overview.Row], marked: bool = False) -> str:
-    if not rows:
-        return ""
-    head = "".join(f"<th>{_text(run.name)}</th>" for run in runs)
-    lines = []
-    for heading, cells in rows:
-        differs = ' class="differs"' if marked and len(set(cells)) > 1 else ""
-        lines.append(f"<tr{differs}><th>{_text(heading)}</th>{''.join(f'<td>{_text(text)}</td>' for text in cells)}</tr>")
-    head = f"<thead><tr><th>{corner}</th>{head}</tr></thead>"
-    return f'<div class="scroll"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'
+    return f'<span class="chip"><i style="{mark}"></i>{_text(name)}</span>'
 
 
 def _text(text: str) -> str:

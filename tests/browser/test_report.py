@@ -1,4 +1,4 @@
-"""The report in a real browser: it draws, holds data, fetches nothing, and fits a narrow screen."""
+"""The report and the page of a study in a real browser: they draw, hold data, fetch nothing, and fit a narrow screen."""
 
 import json
 import os
@@ -13,7 +13,8 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-from moe_rl import cli
+from moe_rl import cli, study
+from tests.study_runs import small_grid
 from tests.synthetic import make_run
 
 FLAGS = (
@@ -144,3 +145,23 @@ def test_dark_mode_changes_the_colors(browser: webdriver.Chrome, pages: tuple[Pa
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
     WebDriverWait(browser, 60).until(lambda b: b.execute_script(look) == ["rgb(18, 22, 28)", "#e6ebf2"])
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_study(browser: webdriver.Chrome, tmp_path: Path, width: int) -> None:
+    study.write(tmp_path, small_grid(tmp_path))
+    opened(browser, tmp_path / study.PAGE, width)
+    found = graphs(browser)
+    # three maps of two methods, two scatters over runs, two differences of the one method to the other
+    assert len(found) == 3 * 2 + 2 + 2
+    for graph in found:
+        assert graph["drawn"] and graph["numbers"] and all(graph["numbers"]), graph
+    cells = "return [...document.querySelectorAll('.plot')[0].querySelectorAll('.heatmap-label')].map(c => c.textContent)"
+    assert any(text.startswith("0.600") and "1 collapsed" in text for text in browser.execute_script(cells))
+    assert browser.execute_script("return document.querySelectorAll('.missing').length") == 0
+    assert (
+        browser.execute_script("return document.querySelectorAll('tbody tr').length") == 12 + 2
+    )  # rules, runs that collapsed, without the same ones
+    assert fits(browser)
+    assert requested(browser) == [(tmp_path / study.PAGE).as_uri()]
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
