@@ -18,7 +18,7 @@ from pydantic import (
 
 from models.config import PRESETS, ModelConfig, OptimizerConfig
 from moe_rl import config_errors, config_values, yaml_text
-from moe_rl.drift.watch_config import WatchSection
+from moe_rl.drift.watch_config import RuleSection, WatchSection
 from parallel.config import ParallelConfig
 from parallel.errors import UsageError
 
@@ -184,8 +184,7 @@ class RunConfig(Section):
                 f"algorithm.minibatches={self.algorithm.minibatches}: must divide the batch of rollout.prompts="
                 f"{self.rollout.prompts} x rollout.responses={self.rollout.responses} = {self.rollout.batch} sequences"
             )
-        if self.model.router_fusion and (self.replay.mode != "off" or self.drift.enabled):
-            reason = f"replay.mode={self.replay.mode}" if self.replay.mode != "off" else "drift.enabled=true"
+        if self.model.router_fusion and (reason := self._asks_of_routers()):
             raise ValueError(
                 f"model.router_fusion=true: the fused router chooses by itself and shows nothing, so {reason} would do "
                 "nothing, silently; set model.router_fusion=false"
@@ -196,6 +195,15 @@ class RunConfig(Section):
                 f"model.max_positions={self.model.max_positions}"
             )
         return self
+
+    def _asks_of_routers(self) -> str | None:
+        """The setting that needs routers which can be observed or replayed."""
+        if self.replay.mode != "off":
+            return f"replay.mode={self.replay.mode}"
+        if self.drift.enabled:
+            return "drift.enabled=true"
+        rules = [name for name, rule in self.drift.watch if isinstance(rule, RuleSection) and rule.action == "replay"]
+        return f"drift.watch.{rules[0]}.action=replay" if rules and self.drift.watch.enabled else None
 
     @property
     def directory(self) -> Path:

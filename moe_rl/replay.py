@@ -19,6 +19,9 @@ from moe_rl.collectives import gather_over_data
 from moe_rl.config import AlgorithmSection, ReplaySection
 from parallel.groups import Groups
 
+# So many routes to one expert alone are no accident but an engine that leaves its buffer empty
+_SUSPICIOUS = 64
+
 # Rollout index -> [prompt + response - 1, L of this pipeline stage, K] expert ids; -1 where unknown
 Routes = Mapping[int, Tensor]
 
@@ -68,7 +71,10 @@ def check_rollout_routes(
     nothing)."""
     where = f"rollout routes, sample {sample}"
     if routes is None:
-        raise ValueError(f"{where}: the engine returned none; replay needs them: set replay.mode=off or r2")
+        raise ValueError(
+            f"{where}: the engine returned none; replay.mode=r3 needs them, and so do the instruments: set replay.mode=off or "
+            "r2, drift.probe_every=0 and drift.trace_every=0"
+        )
     wanted = (tokens, len(layers), topk)
     if tuple(routes.shape) != wanted:
         raise ValueError(
@@ -78,6 +84,13 @@ def check_rollout_routes(
         raise ValueError(f"{where}, token {fault.row}, layer {layers[fault.layer]}: {fault.text}")
     known = routes.to(torch.int16).sort(dim=-1).values
     return compact(torch.where((known < 0).any(dim=-1, keepdim=True), UNKNOWN, known), experts)  # a row is known or not
+
+
+def check_engine_records(routes: Routes, experts: int) -> None:
+    """Raises ValueError where an engine says expert 0 of everything, which for K = 1 no other check finds."""
+    entries = sum(part.numel() for part in routes.values())
+    if experts > 1 and entries >= _SUSPICIOUS and not any(bool(part.any()) for part in routes.values()):
+        raise ValueError(f"rollout routes: all {entries} of this rank's samples are expert 0: the engine records none")
 
 
 def exchange_routes(held: Routes, wanted: Sequence[int], groups: Groups, device: torch.device) -> dict[int, Tensor]:

@@ -1,17 +1,17 @@
 """Whose directory a run may take: its own, to go on in; another run's is moved aside first, never written over."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_rl import checkpoint, yaml_text
 from moe_rl.config import RunConfig, dump
-from moe_rl.tracking import FILES, read_steps
+from moe_rl.drift import traces
+from moe_rl.tracking import FILES, SUMMARY, read_steps
 from moe_rl.types import Rollout
 from parallel.errors import UsageError
-
-SUMMARY = "summary.json"
 
 # What may differ between the parts of one run: where and how it is computed, how long, how often it is looked at.
 # None: the whole section.
@@ -71,14 +71,25 @@ def _without(settings: dict[str, Any], free: dict[str, set[str] | None]) -> dict
     }
 
 
+def sort_out_traces(directory: Path, after: int | None) -> None:
+    """On the main rank, before the first step: leaves only trace files of this run, as metrics.jsonl has only its lines.
+
+    after: the step that the run goes on after; later ones are made again, and removed until then. None: a run that begins.
+    What an earlier one has left that saved no checkpoint goes to traces.previous.
+    """
+    folder = directory / traces.FOLDER
+    if after is None and folder.exists():
+        shutil.rmtree(previous := directory / f"{traces.FOLDER}.previous", ignore_errors=True)
+        folder.rename(previous)
+    for path in traces.files(directory):
+        step = path.stem.removeprefix("step_")
+        if after is not None and step.isdecimal() and int(step) > after:
+            path.unlink()
+
+
 def write_summary(directory: Path, after: dict[str, float]) -> None:
     """The evaluation after the last step. Not in metrics.jsonl, where a run continued later would differ by it."""
     (directory / SUMMARY).write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
-
-
-def read_summary(directory: Path) -> dict[str, float]:
-    path = directory / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def write_rollouts(directory: Path, step: int, rollouts: Sequence[Rollout]) -> None:

@@ -18,6 +18,7 @@ from parallel.errors import UsageError
 Phase = Literal["train", "sft", "eval"]
 
 FILES: dict[Phase, str] = {"train": "metrics.jsonl", "sft": "sft.jsonl", "eval": "eval.jsonl"}
+SUMMARY = "summary.json"
 
 
 def check(section: TrackingSection, directory: Path) -> None:
@@ -165,3 +166,9 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise UsageError(f"{path}:{number}: is not a JSON object: {error.msg}") from error
     return steps
+
+
+def read_summary(directory: Path) -> dict[str, float]:
+    """The evaluation after a run's last step, with its "step"; empty before the run has ended."""
+    path = directory / SUMMARY
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

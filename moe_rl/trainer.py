@@ -23,7 +23,7 @@ from moe_rl.rollouts.collect import Batch, collect, reward_metrics
 from moe_rl.session import Session, opened
 from moe_rl.sft import supervise
 from moe_rl.stopwatch import Stopwatch
-from moe_rl.tracking import Phase
+from moe_rl.tracking import Phase, read_summary
 from moe_rl.types import Rollout
 from moe_rl.update import Minibatch, PolicyUpdate, Updated, update_metrics
 
@@ -86,7 +86,10 @@ class Trainer:
             session.say(f"continuing after step {self.progress.step} from {found}")
             if session.tracker is not None:
                 session.tracker.resume(self.progress.step)
+                rundir.sort_out_traces(config.directory, after=self.progress.step)
             return
+        if session.tracker is not None:
+            rundir.sort_out_traces(config.directory, after=None)
         if config.checkpoint.load is not None:
             path = checkpoint.find(config.checkpoint.load)
             checkpoint.load_weights(path, session.model)
@@ -184,7 +187,7 @@ class Trainer:
             with watch("update"):
                 updates.append(self.update.step(minibatch, self.optimizer, kl))
             with watch("drift"):
-                found |= self.instruments.after_update(minibatch, rollouts, look, number, other)
+                found |= self.instruments.after_update(minibatch, rollouts, look, other)
         return updates, found
 
     def next_kl_coefficient(self, metrics: dict[str, float]) -> float:
@@ -202,6 +205,7 @@ class Trainer:
         if "replay" in actions and self.update.replay.source == "off":
             self.update.replay = ReplayPolicy(ReplaySection(mode="r2"))
             self.progress = replace(self.progress, replay="r2")
+            self.session.say(f"replay.mode=r2 from step {step + 1} on")
         self.progress = replace(self.progress, watch=json.dumps(self.watch.state(), allow_nan=False))
         return alarm_metrics(alarms), actions
 
@@ -211,7 +215,7 @@ class Trainer:
     def end(self) -> None:
         """Evaluates what came out, unless that was done, and shows the table."""
         directory, tracker = self.config.directory, self.session.tracker
-        after = from_main(rundir.read_summary(directory) if tracker is not None else None)
+        after = from_main(read_summary(directory) if tracker is not None else None)
         if after.get("step") != self.progress.step:
             after = {"step": self.progress.step, **evaluate_policy(self.session)}
         if tracker is not None:

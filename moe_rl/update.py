@@ -117,8 +117,10 @@ class PolicyUpdate:
         if self.replay.replays_rollout:
             replay = [self._forced(i, part, part.rollout_routes) for i, part in enumerate(parts)]
         for i, (part, scores) in enumerate(self._score(parts, replay)):
-            part.old = self.observer.record(part.microbatch.stream)
+            if self.drift.enabled or self.replay.replays_old:  # else nobody looks, and a fused router shows nothing
+                part.old = self.observer.record(part.microbatch.stream)
             if self.replay.replays_old:
+                assert part.old is not None
                 stream, experts = part.microbatch.stream, self.model.config.experts
                 part.replay = self._forced(i, part, spread_filler(stream, part.old.choice, experts))
             elif replay is not None:

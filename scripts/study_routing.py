@@ -18,7 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl import config, rundir, study, yaml_text
+from moe_rl import config, study, tracking, yaml_text
 from parallel.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -145,13 +145,17 @@ def _trained(overrides: list[str]) -> float:
         with (settings.directory / "output.txt").open("a", encoding="utf-8") as file:
             with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
                 train(settings)
-    return rundir.read_summary(settings.directory)["eval/pass_at_1"]
+    return tracking.read_summary(settings.directory)["eval/pass_at_1"]
 
 
 def _finished(settings: config.RunConfig) -> bool:
     """Its end is on record, under the same settings as far as both know them: another version may know more."""
     path = settings.directory / "config.yaml"
-    if not path.exists() or rundir.read_summary(settings.directory).get("step") != settings.run.steps:
+    try:
+        ended = tracking.read_summary(settings.directory).get("step") == settings.run.steps
+    except ValueError:  # cut short: it died while it wrote it
+        return False
+    if not ended or not path.exists():
         return False
     was, now = yaml_text.parse(path.read_text(encoding="utf-8"), str(path)), yaml_text.parse(config.dump(settings), "config")
     return all(

@@ -48,9 +48,14 @@ class History:
     def series(self, key: str) -> Series:
         return [line.get(key) for line in self.lines]
 
-    def has(self, key: str) -> bool:
-        """Whether any line holds a number under the key."""
-        return any(value is not None for value in self.series(key))
+    def first_of(self, keys: Sequence[str]) -> Series:
+        """A value a line: of the first of the keys that the line holds a number under."""
+        return [next((value for key in keys if (value := line.get(key)) is not None), None) for line in self.lines]
+
+    @property
+    def natural_view(self) -> str:
+        """The view of `update` that tells what routers choose by themselves: under replay the routes used agree by force."""
+        return "local" if ("update", "local") in self.views() else ""
 
     def recent(self, key: str, last: int) -> float | None:
         """Mean over the last `last` lines that have the key."""

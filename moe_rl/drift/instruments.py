@@ -36,7 +36,7 @@ class Look:
 
 @dataclass
 class OtherPass:
-    """What the pass that the update does not make said of the sampled sequences: by sample, on this rank."""
+    """What the pass that the update does not make said of the probed sequences: by sample, on this rank."""
 
     logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
     live: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -68,10 +68,17 @@ class Instruments:
         due = [every > 0 and (step == 1 or step % every == 0) for every in (self.section.probe_every, self.section.trace_every)]
         return Look(step, *due)
 
-    def sampled(self, minibatch: Minibatch, look: Look) -> list[int]:
-        """The minibatch's sequences that are looked at token by token: the same in every layout."""
-        wanted = max(self.section.probe_sequences * look.probe, self.section.trace_sequences * look.trace)
-        return minibatch.places[:wanted]
+    def probed(self, minibatch: Minibatch) -> list[int]:
+        """The minibatch's sequences that attribution looks at: the same in every layout."""
+        return minibatch.places[: self.section.probe_sequences]
+
+    def traced(self, minibatch: Minibatch) -> list[int]:
+        """Those that a trace file holds."""
+        return minibatch.places[: self.section.trace_sequences]
+
+    def sampled(self, minibatch: Minibatch, look: Look) -> set[int]:
+        """Those that are looked at token by token, for either."""
+        return {*(self.probed(minibatch) if look.probe else ()), *(self.traced(minibatch) if look.trace else ())}
 
     def mark(self, minibatches: Sequence[Minibatch], look: Look) -> None:
         """Before the first pass: the scores of sampled sequences are kept whole."""
@@ -115,19 +122,19 @@ class Instruments:
 
     def before_update(self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look, last: bool) -> OtherPass | None:
         """The pass that the update does not make, for attribution: at the last update of a step, where routes are oldest."""
-        return self.other_pass(minibatch, rollouts, look) if look.probe and last else None
+        return self.other_pass(minibatch, rollouts) if look.probe and last else None
 
     def after_update(
-        self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look, number: int, other: OtherPass | None
+        self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look, other: OtherPass | None
     ) -> dict[str, float]:
         if not look.trace and other is None:
             return {}
         table = self.table(minibatch, rollouts, look, other)
         if look.trace and table is not None:
-            self.tables.append(table)
+            self.tables.append(table.of(self.traced(minibatch)))
         if other is None:
             return {}
-        return from_main(self._explain(table) if table is not None else None)
+        return from_main(self._explain(table.of(self.probed(minibatch))) if table is not None else None)
 
     def _explain(self, table: TokenTable) -> dict[str, float]:
         found = attribution(table, self.replays)
@@ -138,10 +145,10 @@ class Instruments:
             found |= to_metrics([sums], self.model.config.moe_layers, "update", "free")
         return found
 
-    def other_pass(self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look) -> OtherPass:
-        """Before an update, with its weights: its sampled sequences along the old routes, or freely where it replays."""
+    def other_pass(self, minibatch: Minibatch, rollouts: Sequence[Rollout]) -> OtherPass:
+        """Before an update, with its weights: its probed sequences along the old routes, or freely where it replays."""
         sequences = [Scored(r.prompt_ids, r.response.token_ids) for r in rollouts]
-        wanted = set(self.sampled(minibatch, look))
+        wanted = set(self.probed(minibatch))
         mine = [i for part in minibatch.parts for i in part.microbatch.members if i in wanted]
         microbatches = pack_here(self.model, sequences, sorted(mine), self.budget, self.update.temperature)
         replay = None
@@ -182,12 +189,12 @@ class Instruments:
         self, minibatch: Minibatch, rollouts: Sequence[Rollout], look: Look, other: OtherPass | None
     ) -> TokenTable | None:
         """After an update: what is known of its sampled sequences, on the main rank."""
-        wanted, mine = set(self.sampled(minibatch, look)), {}
+        wanted, mine = self.sampled(minibatch, look), {}
         for part in minibatch.parts:
             routing = routing_pieces(self.model, part, wanted)
             for i, columns in routing.items():
                 columns["free_routes"] = columns["new_routes"] * 0 - 1
-                if other is not None and self.replays:
+                if other is not None and self.replays and i in other.live:
                     columns["free_routes"] = other.live[i].to(torch.int16).cpu().numpy()
             if part.train_logprobs is not None:
                 self._add_tokens(routing, part, minibatch, wanted, other)

@@ -92,17 +92,25 @@ def gate_shift(
     return (new - old).gather(-1, routes.long()).abs().mean(dim=-1)
 
 
-def margin(scores: Float[Tensor, "T L E"], routes: Integer[Tensor, "T L K"], groups: int | None = None) -> Float[Tensor, "T L"]:
+def margin(
+    scores: Float[Tensor, "T L E"], routes: Integer[Tensor, "T L K"], groups: int | None = None, group_topk: int | None = None
+) -> Float[Tensor, "T L"]:
     """k-th minus (k+1)-th selection score: how far the choice is from a tie. Infinite where K = E.
 
-    groups: of group-limited routing; the (k+1)-th is then the best of the rest of the groups that the choice touches.
+    groups, group_topk: of group-limited routing; the (k+1)-th is then the best of the rest of the groups in reach, which need
+    not all hold a chosen expert.
     """
     places = routes.long()
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, places, True)
     rest = scores.masked_fill(chosen, -math.inf)
-    if groups is not None:
-        touched = chosen.unflatten(-1, (groups, -1)).any(-1, keepdim=True)
-        rest = rest.unflatten(-1, (groups, -1)).masked_fill(~touched, -math.inf).flatten(-2)
+    if groups is not None and group_topk is not None:
+        # a group counts as the sum of its best topk / group_topk; one that holds a chosen expert was in reach (ties)
+        by_group = scores.unflatten(-1, (groups, -1))
+        strength = by_group.topk(places.shape[-1] // group_topk, dim=-1).values.sum(-1)
+        strength = strength.masked_fill(chosen.unflatten(-1, (groups, -1)).any(-1), math.inf)
+        within = strength.topk(group_topk, dim=-1).indices
+        reach = torch.zeros_like(strength, dtype=torch.bool).scatter(-1, within, True)
+        rest = rest.unflatten(-1, (groups, -1)).masked_fill(~reach[..., None], -math.inf).flatten(-2)
     return scores.gather(-1, places).amin(-1) - rest.amax(-1)
 
 

@@ -17,7 +17,8 @@ from moe_rl.drift.sums import DriftSums, ScoredRows
 @dataclass(frozen=True)
 class PassRecord:
     """One pass of one stream on this rank. choice, live: [T / tensor, L here, K], ids ascending, as used and as the router
-    itself would choose. gates [n, L here, E] (log p) and margins [n, L here] are of the rows that the stream observes."""
+    itself would choose. gates [n, L here, E] (log p) and margins [n, L here], those of `live`, are of the rows that the stream
+    observes."""
 
     choice: Tensor
     live: Tensor
@@ -73,7 +74,8 @@ class RouteObserver:
         scores = torch.stack([log.scores[layer] for layer in layers], dim=1)
         bias = torch.stack([log.bias[layer] for layer in layers]) if log.bias else None
         gates = gate_log_distribution(scores, self.kind, bias)
-        return PassRecord(choice, live, gates, margin(scores, live[stream.observe], config.router_groups))
+        margins = margin(scores, live[stream.observe], config.router_groups, config.router_group_topk)
+        return PassRecord(choice, live, gates, margins)
 
     def compare(self, pairs: Sequence[Compared], view: str | None = None) -> DriftSums:
         """Sums over the response tokens of all pairs, of this rank's tokens and layers (collective over the pipeline).
@@ -81,30 +83,35 @@ class RouteObserver:
         A response token is counted where its log-probability is decided: at the position before it. view: "prompt" for the
         other positions, "local" for the routers' own choices instead of the used ones.
         """
-        experts = self.model.config.experts
-        total = DriftSums.zeros(len(self.layers), experts, self.model.device)
-        anywhere = []
-        for pair in pairs:
-            old, new = (r.live if view == "local" else r.choice for r in (pair.old, pair.new))
-            mask = _mask(pair.stream, prompt=view == "prompt")
-            flips, response = flipped(old, new).any(dim=1), mask
-            if old.dtype != torch.uint8:  # what an engine did not know cannot be compared
-                known = (old >= 0).flatten(1).all(dim=1)
-                flips, mask = flips & known, mask & known
-            anywhere.append(flips[response])
+        routes = [[r.live if view == "local" else r.choice for r in (pair.old, pair.new)] for pair in pairs]
+        masks = [_mask(pair.stream, prompt=view == "prompt") for pair in pairs]
+        here = [
+            torch.stack([flipped(old, new).any(dim=1), (old < 0).flatten(1).any(dim=1)])[:, mask]
+            for (old, new), mask in zip(routes, masks, strict=True)
+        ]
+        flips, unknown = self.on_any_stage(torch.cat(here, dim=1))
+        total = DriftSums.zeros(len(self.layers), self.model.config.experts, self.model.device)
+        for pair, (old, new), mask, unseen in zip(
+            pairs, routes, masks, unknown.split([int(mask.sum()) for mask in masks]), strict=True
+        ):
+            mask[mask.clone()] = ~unseen  # a token that an engine did not know on some layer cannot be compared
             if self.places:
-                scored = _scored(pair, old, mask)
-                total = total + DriftSums.measure(old, new, mask, experts, scored).placed(self.places, len(self.layers))
-        return total.with_any(self.on_any_stage(torch.cat(anywhere)))
+                sums = DriftSums.measure(old, new, mask, self.model.config.experts, _scored(pair, old, mask))
+                total = total + sums.placed(self.places, len(self.layers))
+        return total.with_any(self.once(flips[~unknown]))
 
-    def on_any_stage(self, flips: Tensor) -> Tensor:
-        """Tokens that flipped on a layer of any stage; on the first stage alone, so that they are counted once."""
+    def on_any_stage(self, marks: Tensor) -> Tensor:
+        """Bool of any shape that all pipeline stages bring: True where it is True on any of them (collective over them)."""
         pipeline = self.model.groups.pipeline
         if pipeline.size == 1:
-            return flips
-        whole = flips.to(torch.uint8)
+            return marks
+        whole = marks.to(torch.uint8)
         dist.all_reduce(whole, dist.ReduceOp.MAX, group=pipeline.group)
-        return whole.bool() if pipeline.rank == 0 else flips[:0]
+        return whole.bool()
+
+    def once(self, tokens: Tensor) -> Tensor:
+        """What is known on every pipeline stage, on the first alone, so that it is counted once; nothing on the others."""
+        return tokens if self.model.groups.is_first_stage else tokens[:0]
 
 
 def _mixed(key: Tensor) -> Tensor:

@@ -82,15 +82,20 @@ class ProbeSet:
         assert start is not None, "the probe set has not begun"
         microbatches = cut(self.model, start.sequences, range(len(start.sequences)), self.budget, self.update.temperature)
         now = self._score(start.sequences, microbatches)
-        # the same weights and sequences in another shape: in reverse order, in about half as large microbatches
-        mine = [i for m in microbatches for i in m.members]
-        largest = max(m.stream.real for m in microbatches)
-        other = pack_here(self.model, start.sequences, mine[::-1], max(1, largest // 2), self.update.temperature)
-        again = self._score(start.sequences, other)
+        again = self._score(start.sequences, self._otherwise(start.sequences, microbatches))
         here = [self.model.config.moe_layers.index(layer) for layer in self.model.moe_layers]
         began = ProbePass(routes={i: start.routes[i][:, here] for i in now.routes})
         metrics = self._compare(start.sequences, now, again, "noise") | self._compare(start.sequences, began, now, "probe")
         return metrics | self._shifts(start, now, again)
+
+    def _otherwise(self, sequences: Sequence[Scored], microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """The same sequences in another shape, which kernels may sum up in another way: in reverse order, in about half as
+        large microbatches. Where these hold one sequence each, as when ranks are many, two go into one, and one alone twice."""
+        mine = [i for m in reversed(microbatches) for i in reversed(m.members)]
+        largest = max(m.stream.real for m in microbatches)
+        budget = largest // 2 if any(len(m.members) > 1 for m in microbatches) else 2 * largest
+        mine = mine * 2 if len(mine) == 1 else mine
+        return pack_here(self.model, sequences, mine, max(1, budget), self.update.temperature)
 
     def _score(self, sequences: Sequence[Scored], microbatches: Sequence[Microbatch]) -> ProbePass:
         for microbatch in microbatches:
@@ -134,7 +139,8 @@ class ProbeSet:
                     if i in old.gates:
                         scored = ScoredRows(old.gates[i][mask], new.gates[i][mask], a[mask], old.margins[i][mask])
                     sums = sums + DriftSums.measure(a, b, mask, experts, scored).placed(here, len(layers))
-            sums = sums.with_any(self.update.observer.on_any_stage(torch.cat(anywhere)))
+            observer = self.update.observer
+            sums = sums.with_any(observer.once(observer.on_any_stage(torch.cat(anywhere))))
             metrics |= to_metrics(reduce_drift([sums]), layers, comparison, view)
         return metrics
 

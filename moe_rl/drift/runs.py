@@ -1,5 +1,6 @@
 """A run directory as the instruments read it: settings, metrics, traces. No torch, no weights."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from moe_rl import yaml_text
 from moe_rl.drift import megatron_trace, traces
 from moe_rl.drift.history import History
 from moe_rl.drift.trace_sums import TraceSums
-from moe_rl.tracking import FILES, read_steps
+from moe_rl.tracking import FILES, read_steps, read_summary
 from parallel.errors import UsageError
 
 
@@ -53,7 +54,7 @@ def _load(path: Path, name: str) -> Run:
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; give the run directory that holds {FILES['train']}")
     notes: list[str] = []
-    lines = _lines(path / FILES["train"])
+    lines = _with_summary(path, _lines(path / FILES["train"]))
     own, routers = traces.files(path), megatron_trace.files(path)
     if not lines and not own and not routers:
         wanted = f"{FILES['train']} with a step, {traces.FOLDER}/{traces.PATTERN} or {megatron_trace.PATTERN}"
@@ -64,6 +65,17 @@ def _load(path: Path, name: str) -> Run:
     size = sum(file.stat().st_size for file in own or routers)
     complete = sums if sums.files else None
     return Run(name, path, _settings(path), History(lines), complete, not own and bool(routers), size, notes)
+
+
+def _with_summary(path: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluation after the last step is in a file of its own: beside that step's metrics it closes the curve."""
+    try:
+        after = read_summary(path)
+    except (OSError, ValueError):  # cut short: the run died while it wrote it
+        return lines
+    if not lines or not isinstance(after, dict) or after.get("step") != lines[-1]["step"]:
+        return lines
+    return [*lines[:-1], lines[-1] | {key: value for key, value in after.items() if isinstance(value, int | float)}]
 
 
 def _near(path: Path) -> str:
@@ -86,7 +98,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         for key, value in line.items():
             if not (value is None or isinstance(value, int | float)):
                 raise UsageError(f"{path}:{number}: {key} is {str(value)[:40]!r}: must be a number or null")
-    return lines
+    # another program may write NaN and Infinity, which are JSON to Python and to no browser
+    return [
+        {key: value if value is not None and math.isfinite(value) else None for key, value in line.items()} for line in lines
+    ]
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class DriftSums:
     @staticmethod
     def from_vector(vector: Float64[Tensor, " V"], layers: int, experts: int) -> "DriftSums":
         sums, load, flips = vector.split([len(_SUMS) * layers, layers * experts, 2])
-        return DriftSums(sums.view(-1, layers), load.view(layers, experts), flips)
+        return DriftSums(sums.view(len(_SUMS), layers), load.view(layers, experts), flips)
 
     def sum_of(self, name: str) -> Float64[Tensor, " L"]:
         return self.layers[_SUMS.index(name)]

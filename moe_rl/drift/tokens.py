@@ -52,6 +52,11 @@ class TokenTable:
     old_margin: Array
     new_margin: Array
 
+    def of(self, samples: Sequence[int]) -> "TokenTable":
+        """The rows of these samples."""
+        rows = np.isin(self.sample, list(samples))
+        return TokenTable(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
 
 # Columns that hold a layer axis: each pipeline stage brings its own layers
 _BY_LAYER = (

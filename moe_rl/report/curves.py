@@ -13,7 +13,7 @@ _SMOOTH_FROM = 40  # points from which a running mean is drawn over them
 
 @dataclass(frozen=True)
 class Curve:
-    """keys: the first one that a run has is drawn."""
+    """keys: in each step the first one that it holds is drawn."""
 
     title: str
     keys: tuple[str, ...]
@@ -64,16 +64,18 @@ RATIOS = (
 DRIFT = (
     Curve(
         "Expert change rate",
-        ("drift/update/expert_change_rate/mean",),
+        ("drift/update/local/expert_change_rate/mean", "drift/update/expert_change_rate/mean"),
         "share",
-        "Share of a token's experts that differ between old and new weights, mean over layers.",
+        "Share of a token's experts that differ between old and new weights, mean over layers; under replay by the routers' "
+        "own choice (local).",
         f"{hints.DRIFT} records it.",
     ),
     Curve(
         "Expert change rate of the worst layer",
-        ("drift/update/expert_change_rate/worst",),
+        ("drift/update/local/expert_change_rate/worst", "drift/update/expert_change_rate/worst"),
         "share",
-        "The layer that changes most in each step. Far above the mean: one router runs away.",
+        "The layer that changes most in each step, under replay by the routers' own choice. Far above the mean: one router "
+        "runs away.",
         f"{hints.DRIFT} records it.",
     ),
     Curve(
@@ -92,10 +94,17 @@ DRIFT = (
         f"{hints.DRIFT} records it.",
     ),
     Curve(
-        "Floor: engine and noise",
-        ("drift/noise/expert_change_rate/mean", "drift/engine/expert_change_rate/mean"),
+        "Noise floor",
+        ("drift/noise/expert_change_rate/mean",),
         "share",
-        "Expert change rate between two computations with the same weights: drift below it says nothing.",
+        "Expert change rate between two passes with the same weights in other batch shapes: drift below it says nothing.",
+        f"{hints.PROBE} records it.",
+    ),
+    Curve(
+        "Engine against trainer",
+        ("drift/engine/expert_change_rate/mean",),
+        "share",
+        "Expert change rate between the engine that sampled and the trainer's recomputation, the same weights.",
         f"{hints.PROBE} records it.",
     ),
 )
@@ -109,10 +118,8 @@ def _chart(curve: Curve, runs: Sequence[Run], styles: Sequence[Style]) -> Chart:
     data: list[Trace] = []
     notes: set[str] = set()
     for run, style in zip(runs, styles, strict=True):
-        key = next((key for key in curve.keys if run.history.has(key)), None)
-        if key is None:
-            continue
-        values = [value if not (curve.log and value is not None and value <= 0) else None for value in run.history.series(key)]
+        found = run.history.first_of(curve.keys)
+        values = [value if not (curve.log and value is not None and value <= 0) else None for value in found]
         pairs = [(step, value) for step, value in zip(run.history.steps, values, strict=True) if value is not None]
         if not pairs:
             continue

@@ -41,7 +41,7 @@ def results(runs: Sequence[Run]) -> list[Row]:
         ("held-out pass@1, before and after", _pass_at_1),
         ("clip fraction", lambda run: _recent(run.history, "ratio/clip_fraction")),
         ("mean |log r|", lambda run: _recent(run.history, "ratio/log_abs_mean", ".2e")),
-        ("expert change rate, mean over layers", lambda run: _recent(run.history, f"drift/update/{RATE}/mean")),
+        ("expert change rate, mean over layers (under replay: local)", _change),
         ("layer that changes most", _worst),
         ("load entropy", lambda run: _recent(run.history, "drift/load/load_entropy/mean", ".3f")),
         ("alarms", _alarms),
@@ -77,8 +77,13 @@ def _recent(history: History, key: str, form: str = ".4f") -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
+def _change(run: Run) -> str:
+    value = run.history.over_layers("update", run.history.natural_view, RATE, None, _LAST)
+    return "-" if value is None else f"{value:.4f}"
+
+
 def _worst(run: Run) -> str:
-    worst = run.history.worst("update", "", RATE, _LAST)
+    worst = run.history.worst("update", run.history.natural_view, RATE, _LAST)
     return "-" if worst is None else f"layer {worst[0]:02d}: {worst[1]:.4f}"
 
 

@@ -57,7 +57,10 @@ def _layers_by_step(run: Run, comparison: str, view: str) -> tuple[list[int], li
 
 def by_minibatch(runs: Sequence[Run], styles: Sequence[Style]) -> Chart:
     title = "Expert change rate by minibatch"
-    how = f"Mean over layers and the last {_LAST} steps. Minibatch 0 has the weights that sampled; later ones are further off."
+    how = (
+        f"Mean over layers and the last {_LAST} steps, under replay by the routers' own choice (local). Minibatch 0 has the "
+        "weights that sampled; later ones are further off."
+    )
     data: list[Trace] = []
     for run, style in zip(runs, styles, strict=True):
         places, values = _minibatches(run)
@@ -71,14 +74,9 @@ def by_minibatch(runs: Sequence[Run], styles: Sequence[Style]) -> Chart:
 
 
 def _minibatches(run: Run) -> tuple[list[int], list[float | None]]:
-    history = run.history
-    for comparison, view in (("update", ""), ("update", "free"), ("update", "local")):
-        found = history.minibatches(comparison, view, RATE)
-        values = [history.over_layers(comparison, view, RATE, minibatch, _LAST) for minibatch in found]
-        if any(values):  # under replay the routes that were used agree: the natural ones say more
-            return found, [rounded(value) for value in values]
-    if found := history.minibatches("update", "", RATE):
-        return found, [rounded(history.over_layers("update", "", RATE, minibatch, _LAST)) for minibatch in found]
+    history, view = run.history, run.history.natural_view
+    if found := history.minibatches("update", view, RATE):
+        return found, [rounded(history.over_layers("update", view, RATE, minibatch, _LAST)) for minibatch in found]
     sums = run.traces.by_update(("update", "")) if run.traces is not None else {}
     means = [part.rates()[RATE] for part in sums.values()]
     return list(sums), [rounded(float(values[values == values].mean())) for values in means]

@@ -1,6 +1,5 @@
 """What came of each run of a grid, and of each of its cells: the same settings under several seeds. Numbers only."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from moe_rl.drift import runs, scoring
 from moe_rl.drift.history import History
 from moe_rl.drift.watch_config import WatchSection
+from moe_rl.tracking import read_summary
 from parallel.errors import UsageError
 
 RATE = "expert_change_rate"
@@ -220,18 +220,16 @@ def distinct(results: Sequence[Result]) -> list[Result]:
 
 
 def _summary(directory: Path) -> Mapping[str, Any]:
-    """As `moe_rl.rundir` writes it, which needs torch. Nothing where it was cut short."""
-    path = directory / "summary.json"
+    """Nothing where it was cut short."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except json.JSONDecodeError:
+        return read_summary(directory)
+    except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _last_change(history: History) -> list[tuple[int, float]]:
     """Step and expert change rate at the last minibatch, of the natural choice."""
-    view = "local" if history.minibatches("update", "local", RATE) else ""
+    view = history.natural_view
     minibatches = history.minibatches("update", view, RATE)
     if not minibatches:
         return []

@@ -42,7 +42,7 @@ def test_quickstart_small(tmp_path: Path, algorithm: str) -> None:
     assert len((run / "sft.jsonl").read_text().splitlines()) == 4
     for line in steps[1:]:
         first = [key for key in line if key.startswith("drift/update/") and key.endswith("/minibatch_0")]
-        assert len(first) == 2 * (4 + 1)  # two rates, four layers and their mean
+        assert len(first) == 2 * (4 + 2)  # two rates, four layers, their mean and the worst
         assert all(line[key] == 0 for key in first), "old and new policy are the same weights there"
         assert line["ratio/max"] >= 1
         assert line["rollout/logprob_gap_max"] < 1e-4

@@ -107,7 +107,7 @@ def test_unknown_rows_fall_back_to_the_live_router_and_are_counted(runs: Runs) -
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (lambda i, r: None if i == 5 else r, "sample 5: the engine returned none; replay needs them"),
+        (lambda i, r: None if i == 5 else r, "sample 5: the engine returned none; replay.mode=r3 needs them"),
         (lambda i, r: torch.cat([r, r]) if i == 6 else r, r"sample 6: shape .* must be"),
         (lambda i, r: r[:-1] if i == 2 else r, r"sample 2: shape .* must be"),
         (lambda i, r: r[:, :3] if i == 2 else r, r"sample 2: shape .* must be"),
@@ -119,3 +119,14 @@ def test_a_wrong_route_ends_the_run_with_the_sample_named(runs: Runs, fault: Alt
     """Cases 10, 13 and 14: none, twice, too short, without a layer, all zero, out of range."""
     with pytest.raises(ValueError, match=text):
         train(runs, "wrong", "replay.mode=r3", alter=fault)
+
+
+def test_a_trace_and_attribution_each_look_at_their_own_number_of_sequences(runs: Runs) -> None:
+    """Of 4 minibatches of 4 sequences; the free pass is made of probed ones alone."""
+    few = train(runs, "few", "replay.mode=r2", "drift.probe_sequences=2", "drift.trace_sequences=1")
+    many = train(runs, "many", "replay.mode=r2", "drift.probe_sequences=2", "drift.trace_sequences=3")
+    explained = {key: value for key, value in few.items() if key.startswith(("attribution/", "drift/update/free/"))}
+    assert len(explained) > 20 and explained == {key: many[key] for key in explained}
+    for name, count in (("few", 1), ("many", 3)):
+        found = columns(runs, name)
+        assert [len(np.unique(found["sample"][found["update"] == i])) for i in range(4)] == [count] * 4

@@ -149,3 +149,10 @@ def test_another_run_of_that_name_is_moved_aside(run: Train, tmp_path: Path) -> 
     second = run("name", "run.steps=1", "run.seed=5")
     assert first != second
     assert steps(tmp_path / "name.1") == first
+
+
+def test_a_model_without_a_router_trains_as_a_baseline(run: Train) -> None:
+    """Nothing routes, so there is nothing to measure or to replay."""
+    line = run("dense", "run.steps=1", "model.dense_layers=[0,1]", "replay.mode=r2", "drift.probe_every=1")[1]
+    assert line["optimizer/grad_norm"] > 0
+    assert not [key for key in line if key.startswith("drift/") and not key.endswith("any_layer_flip_rate")]

@@ -45,13 +45,16 @@ def assert_same(config: RunConfig, folder: Path) -> None:
         (["replay.mode=r3"], "replay.mode=r3"),
         (["replay.mode=filtered", "drift.enabled=false"], "replay.mode=filtered"),
         ([], "drift.enabled=true"),
+        (["drift.enabled=false", "drift.watch.grad_norm.action=replay"], "drift.watch.grad_norm.action=replay"),
     ],
 )
 def test_a_fused_router_is_refused_where_it_would_be_replayed_or_observed(file: Path, keys: list[str], reason: str) -> None:
     """Case 15."""
     with pytest.raises(UsageError, match=rf"^model\.router_fusion=true: .* so {re.escape(reason)} would do nothing, silently;"):
         load(file, ["model.router_fusion=true", *keys])
-    assert load(file, ["model.router_fusion=true", "drift.enabled=false"]).model.router_fusion
+    free = ["model.router_fusion=true", "drift.enabled=false"]
+    assert load(file, free).model.router_fusion
+    assert load(file, [*free, "drift.watch.reward.action=replay", "drift.watch.enabled=false"]).model.router_fusion
     with pytest.raises(UsageError, match=r"^model\.router_fusion=true: its recomputation could choose other experts"):
         load(file, ["model.router_fusion=true", "drift.enabled=false", "model.recompute=full"])
 

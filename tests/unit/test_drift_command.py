@@ -14,6 +14,9 @@ from moe_rl import cli, config_errors
 from moe_rl.config import RunConfig
 from moe_rl.drift import hints
 from moe_rl.drift.history import DriftKey, History, parse
+from moe_rl.drift.runs import load
+from moe_rl.report import curves, overview, routing
+from moe_rl.report.figure import styles
 from moe_rl.report.series import smooth, thin
 from tests.synthetic import make_run
 
@@ -122,6 +125,25 @@ def test_several_runs_are_columns(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert rows(loud / "drift" / "alarms.csv") == [{"step": "1", "rule": "entropy"}]
 
 
+def test_under_replay_the_page_shows_what_routers_would_choose(tmp_path: Path) -> None:
+    """Replay was switched on after step 1: from then on the routes used agree by force, and 0 would say nothing."""
+    local = RATE.replace("update/", "update/local/")
+    lines: list[dict[str, float | None]] = [
+        {"step": 1, f"{RATE}/mean": 0.5, f"{RATE}/layer_00": 0.5, f"{RATE}/mean/minibatch_1": 0.5},
+        {"step": 2, f"{RATE}/mean": 0.0, f"{RATE}/layer_00": 0.0, f"{RATE}/mean/minibatch_1": 0.0, f"{local}/mean": 0.25},
+    ]
+    lines[1] |= {f"{local}/layer_00": 0.25, f"{local}/mean/minibatch_1": 0.25, f"{local}/layer_00/minibatch_1": 0.25}
+    runs = load([small(tmp_path / "one", lines), small(tmp_path / "off", lines[:1])])
+    looks = styles(2)
+    curve = next(curve for curve in curves.DRIFT if curve.title == "Expert change rate")
+    (chart,) = curves.charts([curve], runs, looks)
+    assert [trace["y"] for trace in chart.panels[0].data] == [[0.5, 0.25], [0.5]]
+    assert [trace["y"] for trace in routing.by_minibatch(runs, looks).panels[0].data] == [[0.25], [0.5]]
+    shown = dict(overview.results(runs))
+    assert shown["expert change rate, mean over layers (under replay: local)"] == ["0.2500", "0.5000"]
+    assert shown["layer that changes most"] == ["layer 00: 0.2500", "layer 00: 0.5000"]
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [small(tmp_path / folder / "run", [{"step": 1, f"{RATE}/layer_00": 0.5}]) for folder in "ab"]
     assert cli.main(["drift", *map(str, paths)]) == 0
@@ -206,6 +228,15 @@ def test_bad_input_is_one_line(
     assert printed.out == ""
 
 
+def test_numbers_that_are_not_finite_are_missing_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = small(tmp_path / "one", [{"step": 1, "reward/mean": float("nan"), f"{RATE}/layer_00": float("inf")}, {"step": 2}])
+    assert "NaN" in (run / "metrics.jsonl").read_text()
+    for command in ("drift", "report"):
+        assert cli.main([command, str(run)]) == 0
+    assert capsys.readouterr().err == ""
+    assert load([run])[0].history.series("reward/mean") == [None, None]
+
+
 def test_settings_that_are_no_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = small(tmp_path / "one", [{"step": 1}])
     (run / "config.yaml").write_text("run: [\n")
@@ -260,3 +291,12 @@ def test_every_setting_that_is_recommended_exists() -> None:
     assert named >= {"drift.enabled", "drift.trace_every", "drift.scores_share", "drift.probe_every", "replay.mode"}
     for name in named:
         assert config_errors.holds_one_value(RunConfig, name.split(".")), name
+
+
+def test_the_evaluation_after_the_last_step_closes_the_curve(tmp_path: Path) -> None:
+    run = small(tmp_path / "a", [{"step": 0, "eval/pass_at_1": 0.25}, {"step": 1, "reward/mean": 0.5}])
+    (run / "summary.json").write_text('{"step": 1, "eval/pass_at_1": 0.75}')
+    (found,) = load([run])
+    assert [line.get("eval/pass_at_1") for line in found.history.lines] == [0.25, 0.75]
+    (run / "summary.json").write_text('{"step": 1, "eval')
+    assert [line.get("eval/pass_at_1") for line in load([run])[0].history.lines] == [0.25, None]

@@ -125,6 +125,24 @@ def test_under_replay_used_routes_agree_and_the_routers_own_do_not(runtime: Runt
         assert used["router_kl"] == pytest.approx(MOVED["router_kl"], abs=2e-6)  # distributions are live in both
 
 
+def test_of_few_observed_rows_each_has_its_own_routes(runtime: Runtime) -> None:
+    """Rows 0 (prompt), 2 and 3: 2 goes from Q to P on layer 0, KL 0.5 log 2, shift over {1,2} log 2. And where the old pass is
+    replayed too, the margin is that of the routers' own choice: forced {2,3} would have a negative one."""
+    with built(Case(model=SHAPE), runtime) as model:
+        observer, stream = RouteObserver(model, 1.0), stream_of()
+        stream.observe = torch.tensor([0, 2, 3])
+        forced = Replay(torch.tensor([2, 3]).expand(6, 2, 2))
+        old, new = run(model, stream, {0: [P, P, Q, P, P, P], 2: [P] * 6}), run(model, stream, {0: [P] * 6, 2: [P] * 6})
+        sums = observer.compare([Compared(stream, old, new)])
+        assert sums.sum_of("scored").tolist() == [2, 2]
+        assert sums.sum_of("gate_shift").tolist() == pytest.approx([LN2, 0], abs=2e-6)
+        assert sums.sum_of("router_kl").tolist() == pytest.approx([0.5 * LN2, 0], abs=2e-6)
+        old = run(model, stream, OLD, replay=forced)
+        assert old.choice.unique().tolist() == [2, 3] and old.live.unique().tolist() == [0, 1]
+        assert old.margins is not None
+        torch.testing.assert_close(old.margins, torch.full((3, 2), LN2))
+
+
 def test_ties_and_equal_passes_do_not_drift(runtime: Runtime) -> None:
     with built(Case(model=SHAPE), runtime) as model:
         observer, stream = RouteObserver(model, 1.0), stream_of()
@@ -178,6 +196,20 @@ def test_without_observed_rows_routes_are_compared_and_scores_are_not(runtime: R
         assert (sums.sum_of("change").tolist(), sums.sum_of("scored").tolist()) == ([2, 0.5], [0, 0])
         observer.mark(stream, step=1, full=frozenset(stream.samples))
         assert stream.observe is not None and stream.observe.tolist() == [0, 1, 2, 3, 4]  # no filler
+
+
+def test_what_an_engine_did_not_know_is_in_no_count(runtime: Runtime) -> None:
+    """Of the four response tokens the first is unknown on one layer: it is compared on none, and is no steady token either."""
+    with built(Case(model=SHAPE), runtime) as model:
+        observer, stream = RouteObserver(model, 0.0), stream_of()
+        old, new = run(model, stream, OLD), run(model, stream, NEW)
+        engine = old.choice.to(torch.int16)
+        engine[1, 1] = -1
+        sums = observer.compare([Compared(stream, PassRecord(engine, engine), new)])
+        assert (sums.sum_of("tokens").tolist(), sums.sum_of("flips").tolist()) == ([3, 3], [3, 1])
+        assert sums.any.tolist() == [3, 3]
+        still = observer.compare([Compared(stream, PassRecord(engine, engine), old)])
+        assert still.any.tolist() == [0, 3]
 
 
 def observer_of(share: float) -> RouteObserver:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from models.stream import Stream, pack_sequences
 from moe_rl.config import ReplaySection
-from moe_rl.replay import ReplayPolicy, check_rollout_routes, exchange_routes, spread_filler, stream_routes
+from moe_rl.replay import (
+    ReplayPolicy,
+    check_engine_records,
+    check_rollout_routes,
+    exchange_routes,
+    spread_filler,
+    stream_routes,
+)
 
 CPU = torch.device("cpu")
 # A sample of prompt 2 and response 2: three tokens enter. MoE layers 0 and 2 of the model, 2 of 8 experts.
@@ -188,3 +195,14 @@ def test_a_replayed_route_that_is_no_choice_is_named(row: int, where: str) -> No
         routes[row, 1, 0] = value
         with pytest.raises(ValueError, match=rf"^replayed routes, layer 2, microbatch 5, {where}: {fault}"):
             POLICY.of_stream(stream_of(2), routes, [0, 2], 8, 5)
+
+
+def test_an_engine_that_says_expert_0_of_everything_records_nothing() -> None:
+    """With one expert a token, zeros are a valid route each."""
+    nothing = {i: torch.zeros(16, 2, 1, dtype=torch.uint8) for i in range(2)}
+    with pytest.raises(ValueError, match="all 64 of this rank's samples are expert 0: the engine records none"):
+        check_engine_records(nothing, 8)
+    check_engine_records({0: nothing[0]}, 8)  # too few to tell
+    check_engine_records(nothing, 1)
+    nothing[1][3, 0, 0] = 5
+    check_engine_records(nothing, 8)

@@ -7,6 +7,7 @@ import pytest
 
 from moe_rl import config, rundir
 from moe_rl.config import RunConfig
+from moe_rl.tracking import read_summary
 from moe_rl.types import Problem, Response, Rollout
 from parallel.errors import UsageError
 
@@ -141,9 +142,9 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> No
 
 
 def test_a_summary_is_read_back_at_full_precision(tmp_path: Path) -> None:
-    assert rundir.read_summary(tmp_path) == {}
+    assert read_summary(tmp_path) == {}
     rundir.write_summary(tmp_path, {"step": 3, "eval/pass_at_1": 1 / 3})
-    assert rundir.read_summary(tmp_path) == {"step": 3, "eval/pass_at_1": 1 / 3}
+    assert read_summary(tmp_path) == {"step": 3, "eval/pass_at_1": 1 / 3}
 
 
 def test_rollouts_are_written_a_line_each(tmp_path: Path) -> None:
@@ -165,3 +166,31 @@ def test_rollouts_are_written_a_line_each(tmp_path: Path) -> None:
         "tokens": 2,
     }
     assert len(lines) == 2 and json.loads(lines[1])["response"].endswith("\n\N{SNOWMAN}")
+
+
+def traced(directory: Path, *steps: int) -> None:
+    (directory / "traces").mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        (directory / "traces" / f"step_{step:06d}.parquet").write_text("rows")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run_that_goes_on_makes_later_traces_again(tmp_path: Path) -> None:
+    traced(tmp_path, 1, 10, 20)
+    (tmp_path / "traces" / "step_of_mine.parquet").write_text("not ours")
+    rundir.sort_out_traces(tmp_path, after=10)
+    assert names(tmp_path / "traces") == ["step_000001.parquet", "step_000010.parquet", "step_of_mine.parquet"]
+    rundir.sort_out_traces(tmp_path / "without", after=10)
+
+
+def test_a_run_that_begins_does_not_take_over_the_traces_of_one_that_saved_nothing(tmp_path: Path) -> None:
+    rundir.sort_out_traces(tmp_path, after=None)
+    assert names(tmp_path) == []
+    for step in (10, 20):  # the second time what was put aside makes room
+        traced(tmp_path, step)
+        rundir.sort_out_traces(tmp_path, after=None)
+        assert names(tmp_path) == ["traces.previous"]
+        assert names(tmp_path / "traces.previous") == [f"step_{step:06d}.parquet"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.config import OptimizerConfig
+from models.layer_map import moe_modules
 from models.model import MoEModel
 from models.optimizer import Optimizer
 from moe_rl.collectives import reduce_drift
@@ -207,3 +208,19 @@ def test_unknown_rollout_routes_are_the_live_routers(runtime: Runtime) -> None:
                 assert torch.equal(choice[mine], live[mine]) and torch.equal(choice[~mine], wanted[~mine])
                 unknown += sum(int((~kept).sum()) for kept in stream.routes.kept.values())  # pyright: ignore
         assert unknown == routes[3].numel()
+
+
+def test_without_instruments_and_replay_routers_need_not_show_what_they_choose(runtime: Runtime) -> None:
+    """As a fused router does not: it never asks the tap."""
+    with built(MIXED, runtime) as model:
+        for _, module in moe_modules(model.bare):
+            module.mlp.router.router_replay = None
+        algorithm = AlgorithmSection(name="grpo", minibatches=2, microbatch_tokens=40)
+        policy = PolicyUpdate(model, algorithm, 1.0, DriftSection(enabled=False), ReplaySection())
+        minibatches = prepared(policy, rollouts_of(MIXED))
+        policy.score_old(minibatches)
+        optimizer = adam(model)
+        updates = [policy.step(minibatch, optimizer, None) for minibatch in minibatches]
+        assert [update.drift for update in updates] == [{}, {}] and updates[1].grad_norm > 0
+        with pytest.raises(RuntimeError, match=r"no routes were recorded on layers \[0, 2, 3\]"):
+            policy_of(model).score_old(minibatches)

@@ -1,0 +1,61 @@
+"""The probe set in one process: the second pass, which measures the noise, really has another shape."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.model import Scores
+from models.stream import Stream
+from moe_rl.config import AlgorithmSection, DriftSection, ReplaySection
+from moe_rl.drift.probe import ProbeSet
+from moe_rl.types import Problem, Response, Rollout
+from moe_rl.update import PolicyUpdate
+from parallel.runtime import Runtime, started
+from tests.distributed.passes import Case, built
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with started(seed=0, threads=1, timeout_seconds=60) as here:
+        yield here
+
+
+def rollout(index: int, tokens: int) -> Rollout:
+    """Of which `tokens` enter the model, the first as prompt."""
+    response = Response([(7 * index + i) % 250 for i in range(tokens)], [-5.0] * tokens, "length")
+    return Rollout(index, Problem(str(index), "", ""), [index], response, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "first", "second"),
+    [
+        ([6, 6, 6, 6], 100, [24], [12, 12]),
+        ([5, 3, 4, 4], 8, [8, 8], [4, 4, 3, 5]),
+        ([6, 6, 6, 6], 6, [6, 6, 6, 6], [12, 12]),  # as when each of four ranks has one
+        ([6, 6, 6], 6, [6, 6, 6], [12, 6]),
+        ([9], 100, [9], [18]),
+        ([1], 100, [1], [2]),
+    ],
+)
+def test_noise_is_measured_in_another_batch_shape(
+    runtime: Runtime, tmp_path: Path, lengths: list[int], budget: int, first: list[int], second: list[int]
+) -> None:
+    with built(Case(), runtime) as model:
+        update = PolicyUpdate(model, AlgorithmSection(), 1.0, DriftSection(), ReplaySection())
+        probe = ProbeSet(update, 16, budget, tmp_path)
+        probe.begin([rollout(i, tokens) for i, tokens in enumerate(lengths)])
+        passes: list[list[list[int]]] = []
+        score = model.score
+
+        def watched(streams: Sequence[Stream], replay: Any = None) -> list[Scores]:
+            passes.append([stream.lengths for stream in streams])
+            return score(streams, replay)
+
+        model.score = watched
+        metrics = probe.measure()
+        assert [[sum(held) for held in one] for one in passes] == [first, second]
+        assert metrics["drift/noise/expert_change_rate/worst"] == 0  # float32 on a CPU
+        assert metrics["drift/probe/logprob_shift"] == metrics["drift/probe/router_shift/worst"] == 0
+        assert 0 <= metrics["drift/noise/logprob_shift"] < 1e-5
