@@ -1,7 +1,7 @@
 """results.csv, cells.csv and rules.csv: the numbers of a study for another program. Empty: not known."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -72,7 +72,7 @@ def _plain(value: Value) -> Value:
     return int(value) if isinstance(value, bool) else value
 
 
-def _write(path: Path, heads: Sequence[str], rows: "map[list[Value]] | list[list[Value]]") -> Path:
+def _write(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Value]]) -> Path:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(heads)

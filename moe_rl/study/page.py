@@ -58,11 +58,12 @@ def _rules(rules: Sequence[RuleScore]) -> Chart:
         "hits",
         "late",
         "missed",
-        "median lead, steps",
+        "median lead",
         "false alarms",
-        "a 100 calm steps",
+        "a 100 steps",
         "calm runs with one",
-        "ahead of reward, steps",
+        "of these, pass@1 fell",
+        "ahead of reward",
     ]
     rows = []
     for rule in rules:
@@ -70,7 +71,7 @@ def _rules(rules: Sequence[RuleScore]) -> Chart:
         found = [f"{rule.threshold:g}", str(score.hits), str(score.late), str(score.misses)]
         found.append(steps(score.lead))
         found += [str(score.false), "-" if score.false_rate is None else f"{score.false_rate:.2f}"]
-        found += [f"{score.false_runs} (pass@1 fell in {rule.false_lost})", steps(rule.ahead)]
+        found += [str(score.false_runs), str(rule.false_lost), steps(rule.ahead)]
         rows.append((score.rule, found))
     how = (
         "Hits: collapsed runs with an alarm before or at the collapse; late: only after it; missed: never. Lead: steps from "
@@ -96,8 +97,8 @@ def _leads(results: Sequence[Result]) -> Chart:
     ]
     how = (
         "Every run that collapsed; runs that are the same stand here once. A rule that compares with the start of the run "
-        "needs 5 steps to know it, so it cannot foretell an earlier collapse. -: pass@1 halved without a step from which the "
-        "reward was gone."
+        "needs 5 steps to know it, so it cannot foretell an earlier collapse. -: pass@1 halved "
+        "without a step from which the reward was gone."
     )
     columns = ["collapse at step", "lead, steps", "first alarm of each rule, at step"]
     return Chart("Every collapse", how, table=Table("run", columns, rows), wide=True, missing="No run collapsed.")

@@ -221,7 +221,7 @@ def distinct(results: Sequence[Result]) -> list[Result]:
 
 def _last_change(history: History) -> list[tuple[int, float]]:
     """Step and expert change rate at the last minibatch, of the natural choice."""
-    view = "local" if history.minibatches("update", "local", RATE) else ""
+    view = history.natural_view
     minibatches = history.minibatches("update", view, RATE)
     if not minibatches:
         return []

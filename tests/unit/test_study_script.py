@@ -51,6 +51,8 @@ def test_a_run_is_not_made_again_under_the_same_settings(tmp_path: Path) -> None
     assert not SCRIPT._finished(settings)
     (settings.directory / "config.yaml").write_text(config.dump(settings))
     assert not SCRIPT._finished(settings)
+    (settings.directory / "summary.json").write_text('{"step": 3')
+    assert not SCRIPT._finished(settings)
     (settings.directory / "summary.json").write_text('{"step": 31}')
     assert not SCRIPT._finished(settings)
     (settings.directory / "summary.json").write_text(f'{{"step": {settings.run.steps}}}')
