@@ -6,11 +6,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-# key, its short name, format
+# key, its short name, format; of two keys with one name the first that is there
 SHOWN = (
     ("reward/mean", "reward", ".3f"),
     ("eval/pass_at_1", "pass@1", ".3f"),
     ("sft/loss", "loss", ".3f"),
+    ("drift/update/local/expert_change_rate/mean", "change", ".4f"),  # under replay the routes used agree by force
     ("drift/update/expert_change_rate/mean", "change", ".4f"),
     ("ratio/clip_fraction", "clip", ".3f"),
     ("time/rollout_tokens_per_second", "tok/s", ".0f"),
@@ -23,7 +24,11 @@ _SFT_EVERY = 20  # supervised steps are quick: a plain line for every one would 
 
 def describe(values: Mapping[str, float]) -> str:
     """ "reward 0.430 clip 0.021 ...": the few metrics that a person follows, in a fixed order."""
-    return " ".join(f"{name} {values[key]:{form}}" for key, name, form in SHOWN if key in values)
+    shown: dict[str, str] = {}
+    for key, name, form in SHOWN:
+        if key in values:
+            shown.setdefault(name, f"{name} {values[key]:{form}}")
+    return " ".join(shown.values())
 
 
 class Display:

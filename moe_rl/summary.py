@@ -12,8 +12,9 @@ from rich.text import Text
 
 Line = Mapping[str, float | None]
 
-_CHANGE = re.compile(r"drift/update/expert_change_rate/layer_(\d+)/minibatch_(\d+)")
+_CHANGE = re.compile(r"drift/update/(local/)?expert_change_rate/layer_(\d+)/minibatch_(\d+)")
 _CHANGE_TITLE = "expert change rate by layer and minibatch, last {last} steps"
+_LOCAL_TITLE = "expert change rate of the routers' own choice (local), last {last} steps"
 _MOST_ROWS = 12
 _MOST_COLUMNS = 6
 _WIDTH = 80
@@ -24,7 +25,8 @@ def summary(lines: Sequence[Line], directory: Path, last: int = 10) -> Group:
     parts = [_progress(lines, last)]
     change = change_by_layer(lines, last)
     if change:
-        parts.append(_change_table(change, last))
+        title = _LOCAL_TITLE if any(match[1] for match in _change_keys(lines)) else _CHANGE_TITLE
+        parts.append(_change_table(change, title.format(last=last)))
     return Group(*parts, Text(f"run directory: {directory}", overflow="fold"))
 
 
@@ -51,14 +53,22 @@ def show(lines: Sequence[Line], directory: Path, console: Console, last: int = 1
 
 
 def change_by_layer(lines: Sequence[Line], last: int) -> dict[int, dict[int, float]]:
-    """Layer -> minibatch -> expert change rate, averaged over the last `last` lines that have it."""
+    """Layer -> minibatch -> expert change rate, averaged over the last `last` lines that have it.
+
+    Under replay, where the routes used agree by force, of what routers would choose by themselves.
+    """
     rates: dict[int, dict[int, float]] = {}
-    for key in sorted({key for line in lines for key in line}):
-        if match := _CHANGE.fullmatch(key):
-            value = _mean(_values(lines, key)[-last:])
-            if value is not None:
-                rates.setdefault(int(match[1]), {})[int(match[2])] = value
+    for match in _change_keys(lines):
+        value = _mean(_values(lines, match[0])[-last:])
+        if value is not None:
+            rates.setdefault(int(match[2]), {})[int(match[3])] = value
     return rates
+
+
+def _change_keys(lines: Sequence[Line]) -> list[re.Match[str]]:
+    """Sorted; those of the local view alone, where there are any."""
+    found = [match for key in sorted({key for line in lines for key in line}) if (match := _CHANGE.fullmatch(key))]
+    return [match for match in found if match[1]] or found
 
 
 def _progress(lines: Sequence[Line], last: int) -> Table:
@@ -76,10 +86,10 @@ def _progress(lines: Sequence[Line], last: int) -> Table:
     return table
 
 
-def _change_table(change: Mapping[int, Mapping[int, float]], last: int) -> Table:
+def _change_table(change: Mapping[int, Mapping[int, float]], title: str) -> Table:
     minibatches = sorted({minibatch for by_minibatch in change.values() for minibatch in by_minibatch})
     columns, layers = spread(minibatches, _MOST_COLUMNS), spread(sorted(change), _MOST_ROWS)
-    table = Table(box=SIMPLE_HEAD, title=_CHANGE_TITLE.format(last=last), title_justify="left")
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("layer", no_wrap=True)
     for minibatch in columns:
         table.add_column(str(minibatch), justify="right", no_wrap=True)

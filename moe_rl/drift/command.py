@@ -30,7 +30,8 @@ def drift(paths: Sequence[Path], last: int, console: Console | None = None) -> i
     for run in runs:
         written = csv_files.write(run, last)
         folder = run.path / csv_files.FOLDER
-        print(f"written: {folder}/{{{','.join(path.stem for path in written)}}}.csv", file=console.file)
+        if written:
+            print(f"written: {folder}/{{{','.join(path.stem for path in written)}}}.csv", file=console.file)
     return 0
 
 

@@ -61,6 +61,8 @@ def test_with_the_same_kernels_r3_is_r2(runs: Runs) -> None:
         rate = "drift/update/expert_change_rate/mean" if metrics is off else "drift/update/local/expert_change_rate/mean"
         assert metrics[f"{rate}/minibatch_0"] == 0  # case 31
         assert metrics[f"{rate}/minibatch_1"] > 0
+        # the pass that the update does not make is another one: along old routes without replay, free with it
+        assert metrics["attribution/routing_abs"] > 1e-3 and metrics["attribution/weights_abs"] > 1e-3
     assert r2["drift/update/expert_change_rate/worst"] == 0
     assert [r2[f"replay/stale_fraction/age_{i}"] > 0 for i in range(4)] == [False, True, True, True]
     found = columns(runs, "r3")
@@ -130,3 +132,15 @@ def test_a_trace_and_attribution_each_look_at_their_own_number_of_sequences(runs
     for name, count in (("few", 1), ("many", 3)):
         found = columns(runs, name)
         assert [len(np.unique(found["sample"][found["update"] == i])) for i in range(4)] == [count] * 4
+
+
+def test_gates_and_margins_in_a_trace_are_those_of_the_routes_beside_them(runs: Runs) -> None:
+    """One of two experts: p of what the router itself chooses is at least 1/2, and its margin p - (1 - p), also where replay
+    forces the other one."""
+    train(runs, "two", "model.experts=2", "model.topk=1", "model.router_pre_softmax=true", "replay.mode=r2")
+    found = columns(runs, "two")
+    for which in ("old", "new"):
+        gates, margins = found[f"{which}_gates"][..., 0], found[f"{which}_margin"]
+        assert np.isfinite(gates).all() and gates.min() >= 0.5
+        assert margins == pytest.approx(2 * gates - 1, abs=1e-6)
+    assert (found["old_routes"] != found["new_routes"]).any()

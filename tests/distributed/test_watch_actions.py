@@ -60,4 +60,8 @@ def test_traces_and_the_log_say_from_when_on_an_alarm_has_switched_replay_on(run
         assert [key in line for line in lines] == [False, False, True]
     assert said(runs, "on").count("replay.mode=r2 from step 2 on") == 1
     folder = runs.folder / "on" / "traces"
-    assert [traces.read(folder / f"step_00000{i}.parquet").header.replay for i in (1, 2)] == ["off", "r2"]
+    first, second = (traces.read(folder / f"step_00000{i}.parquet") for i in (1, 2))
+    assert [first.header.replay, second.header.replay] == ["off", "r2"]
+    for trace, version in ((first, 0), (second, 2)):  # two updates a step
+        assert set(trace.columns["policy_version"].tolist()) == {version}
+        assert set(trace.columns["update"].tolist()) == {0, 1}

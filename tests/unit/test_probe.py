@@ -1,11 +1,13 @@
-"""The probe set in one process: the second pass, which measures the noise, really has another shape."""
+"""The probe set in one process: how far things moved, and a second pass, for the noise, that really has another shape."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from models.layer_map import moe_modules
 from models.model import Scores
 from models.stream import Stream
 from moe_rl.config import AlgorithmSection, DriftSection, ReplaySection
@@ -59,3 +61,20 @@ def test_noise_is_measured_in_another_batch_shape(
         assert metrics["drift/noise/expert_change_rate/worst"] == 0  # float32 on a CPU
         assert metrics["drift/probe/logprob_shift"] == metrics["drift/probe/router_shift/worst"] == 0
         assert 0 <= metrics["drift/noise/logprob_shift"] < 1e-5
+
+
+def test_how_far_a_router_has_moved(runtime: Runtime, tmp_path: Path) -> None:
+    """One router grows by half, which moves log-probabilities too, and nothing else; the noise is as it was."""
+    with built(Case(model=dict(dense_layers=[1])), runtime) as model:
+        update = PolicyUpdate(model, AlgorithmSection(), 1.0, DriftSection(), ReplaySection())
+        probe = ProbeSet(update, 16, 100, tmp_path)
+        probe.begin([rollout(i, 6) for i in range(4)])
+        router = dict(moe_modules(model.bare))[2].mlp.router
+        with torch.no_grad():
+            router.weight.mul_(1.5)
+        found = probe.measure()
+        shifts = {key.split("/")[-1]: value for key, value in found.items() if key.startswith("drift/probe/router_shift/")}
+        wanted = {"layer_00": 0, "layer_02": 0.5, "layer_03": 0, "mean": 1 / 6, "worst": 0.5}
+        assert shifts == pytest.approx(wanted, abs=1e-6)
+        assert found["drift/probe/logprob_shift"] > 1e-4 > found["drift/noise/logprob_shift"]
+        assert found["drift/probe/expert_change_rate/layer_02"] == 0  # the same order of the same logits

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moe_rl.display import describe
 from moe_rl.summary import change_by_layer, plain, show
 
 RUN = Path("runs/one")
@@ -59,6 +60,20 @@ def test_change_rates_skip_steps_that_lack_them() -> None:
     some[1][key] = None  # not finite
     del some[2][key]
     assert change_by_layer(some, last=2) == {0: {0: (0.002 + 0.003) / 2, 1: 0.1 + 0.001}}
+
+
+def test_under_replay_it_is_the_routers_own_choice_that_is_shown() -> None:
+    """Here and on the line of a step: of the routes used the rate would be 0."""
+    forced = lines(2)
+    for line in forced:
+        for key in [key for key in line if "expert_change_rate" in key]:
+            line[key.replace("update/", "update/local/")] = line[key]
+            line[key] = 0.0
+    assert change_by_layer(forced, last=2) == change_by_layer(lines(2), last=2)
+    assert "change rate of the routers' own choice (local)" in " ".join(plain(forced, RUN).split())
+    rates = {"drift/update/expert_change_rate/mean": 0.0, "ratio/clip_fraction": 0.5}
+    assert describe(rates) == "change 0.0000 clip 0.500"
+    assert describe(rates | {"drift/update/local/expert_change_rate/mean": 0.25}) == "change 0.2500 clip 0.500"
 
 
 def test_few_steps() -> None:

@@ -224,3 +224,26 @@ def test_without_instruments_and_replay_routers_need_not_show_what_they_choose(r
         assert [update.drift for update in updates] == [{}, {}] and updates[1].grad_norm > 0
         with pytest.raises(RuntimeError, match=r"no routes were recorded on layers \[0, 2, 3\]"):
             policy_of(model).score_old(minibatches)
+
+
+@pytest.mark.parametrize(("name", "clip"), [("grpo", 0.02), ("gspo", 0.01)])
+def test_the_tokens_that_are_called_clipped_are_those_that_the_loss_counts(runtime: Runtime, name: str, clip: float) -> None:
+    """Under GSPO whole sequences: a token's gradient is cut where its sequence's is."""
+    with built(MIXED, runtime) as model:
+        algorithm = AlgorithmSection.model_validate(dict(name=name, minibatches=2, clip_low=clip, clip_high=clip))
+        policy = PolicyUpdate(model, algorithm, 1.0, DriftSection(), ReplaySection())
+        minibatches = prepared(policy, rollouts_of(MIXED))
+        policy.score_old(minibatches)
+        optimizer = adam(model)
+        first, second = (policy.step(minibatch, optimizer, None) for minibatch in minibatches)
+        counts = []
+        for update, minibatch in zip((first, second), minibatches, strict=True):
+            cut = [policy.gradient_cut(part, minibatch.denominators) for part in minibatch.parts]
+            if name == "gspo":
+                cut = [c.split(torch.bincount(p.sequence).tolist()) for c, p in zip(cut, minibatch.parts, strict=True)]
+                assert all(len(set(sequence.tolist())) == 1 for part in cut for sequence in part)
+                cut = [torch.stack([sequence[0] for sequence in part]) for part in cut]
+            counts.append(float(torch.cat(list(cut)).double().mean()))
+            assert update.metrics is not None
+            assert counts[-1] == pytest.approx(update.metrics.means()["ratio/clip_fraction"])
+        assert counts[0] == 0 < counts[1] < 1
