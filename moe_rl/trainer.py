@@ -83,6 +83,8 @@ class Trainer:
                 self.watch = Watch.restore(self.config.drift.watch, json.loads(self.progress.watch))
             if self.progress.replay:
                 self.update.replay = ReplayPolicy(ReplaySection.model_validate({"mode": self.progress.replay}))
+            if self.progress.step:
+                self.instruments.resume()
             session.say(f"continuing after step {self.progress.step} from {found}")
             if session.tracker is not None:
                 session.tracker.resume(self.progress.step)

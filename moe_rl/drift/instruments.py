@@ -68,6 +68,11 @@ class Instruments:
         due = [every > 0 and (step == 1 or step % every == 0) for every in (self.section.probe_every, self.section.trace_every)]
         return Look(step, *due)
 
+    def resume(self) -> None:
+        """For a run that goes on after its first step: the probe set that it began with. Raises UsageError where it is gone."""
+        if self.plan(1).probe:
+            self.probe.resume()
+
     def probed(self, minibatch: Minibatch) -> list[int]:
         """The minibatch's sequences that attribution looks at: the same in every layout."""
         return minibatch.places[: self.section.probe_sequences]
@@ -101,11 +106,7 @@ class Instruments:
             mode = self.mode if self.mode != "off" else self.update.replay.source  # an alarm may have switched it on
             traces.write(self.directory, look.step, replace(self.header, replay=mode), whole)
             self.tables = []
-        if not look.probe:
-            return {}
-        if self.probe.start is None:
-            self.probe.resume()
-        return self.probe.measure()
+        return self.probe.measure() if look.probe else {}
 
     def engine(self, minibatches: Sequence[Minibatch]) -> dict[str, float]:
         """Rollout routes against the trainer's own choice with the same weights, where both are known."""

@@ -19,6 +19,7 @@ from moe_rl.drift.tokens import by_sequence
 from moe_rl.microbatches import Microbatch, Scored, cut, pack_here
 from moe_rl.types import Rollout
 from moe_rl.update import PolicyUpdate
+from parallel.errors import UsageError
 
 FILE = "probe.npz"
 
@@ -64,7 +65,12 @@ class ProbeSet:
         self.resume()
 
     def resume(self) -> None:
-        """Goes on with the probe set that the run began with."""
+        """Goes on with the probe set that the run began with. Raises UsageError where its file is gone."""
+        if not self.path.exists():
+            raise UsageError(
+                f"{self.path}: is gone; drift.probe_every={self.update.drift.probe_every} compares with it: put it back, or "
+                "begin anew under another run.name (with checkpoint.load, to keep the weights)"
+            )
         with np.load(self.path) as file:
             count = int(file["count"])
             sequences = [Scored(file[f"prompt_{i}"].tolist(), file[f"response_{i}"].tolist()) for i in range(count)]

@@ -13,6 +13,7 @@ import torch
 
 from moe_rl import config
 from moe_rl.trainer import train
+from parallel.errors import UsageError
 
 pytestmark = pytest.mark.distributed
 
@@ -100,6 +101,14 @@ def test_a_continued_run_equals_one_that_was_not_stopped(run: Train, tmp_path: P
     if kl:
         assert whole[1]["kl/ref"] < whole[-1]["kl/ref"]  # the reference stays where the run began
         assert whole[1]["kl/coefficient"] != whole[-1]["kl/coefficient"]
+
+
+def test_a_run_whose_probe_set_is_gone_says_so_before_its_first_step(run: Train, tmp_path: Path) -> None:
+    lines = run("lost", "run.steps=1", "drift.probe_every=5")
+    (tmp_path / "lost" / "probe.npz").unlink()
+    with pytest.raises(UsageError, match=r"lost/probe\.npz: is gone; drift\.probe_every=5 compares with it"):
+        run("lost", "run.steps=2", "drift.probe_every=5")
+    assert steps(tmp_path / "lost") == lines
 
 
 def test_a_killed_run_continues_to_the_same_end(run: Train, tmp_path: Path, settings: list[str]) -> None:
