@@ -75,6 +75,11 @@ class Stream(PackedSeqParams):
         """Tokens of this tensor rank's part, filler included."""
         return self.size // self.part[1]
 
+    @property
+    def real_here(self) -> int:
+        """Tokens of this tensor rank's part that are no filler: its first ones."""
+        return max(0, min(self.real - self.first, self.size_here))
+
     def describe(self, row: int) -> str:
         """A row of this tensor rank's part, for an error."""
         at = self.first + row

@@ -18,6 +18,7 @@ from models.model import MoEModel
 from models.optimizer import Optimizer
 from parallel.errors import UsageError
 
+_PINNED = "pinned"  # a file of this name in a checkpoint keeps it
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -52,15 +53,23 @@ def find(path: Path) -> Path:
     )
 
 
-def save(directory: Path, progress: Progress, model: MoEModel, optimizer: Optimizer, keep: int) -> Path:
-    """Saves weights, optimizer, schedule, every rank's random state and `progress` (collective); keeps the newest `keep`."""
+def save(
+    directory: Path, progress: Progress, model: MoEModel, optimizer: Optimizer, keep: int, *, pinned: bool = False
+) -> Path:
+    """Saves weights, optimizer, schedule, every rank's random state and `progress` (collective); keeps the newest `keep`.
+
+    pinned: this one stays, and does not count among them.
+    """
     target = directory / f"step_{progress.step:06d}"
     state = _weights(model)
     state["optimizer"] = optimizer.sharded_state(state, is_loading=False)
     state |= {"schedule": optimizer.schedule.state_dict(), "progress": asdict(progress), "random": _random_state()}
     _write(target, state)
     if dist.get_rank() == 0:
-        for _, old in sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)))[:-keep]:
+        if pinned:
+            (target / _PINNED).touch()
+        steps = sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)))
+        for _, old in [pair for pair in steps if not (pair[1] / _PINNED).exists()][:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return target

@@ -19,9 +19,6 @@ from moe_rl.collectives import gather_over_data
 from moe_rl.config import AlgorithmSection, ReplaySection
 from parallel.groups import Groups
 
-# So many routes to one expert alone are no accident but an engine that leaves its buffer empty
-_SUSPICIOUS = 64
-
 # Rollout index -> [prompt + response - 1, L of this pipeline stage, K] expert ids; -1 where unknown
 Routes = Mapping[int, Tensor]
 
@@ -86,11 +83,15 @@ def check_rollout_routes(
     return compact(torch.where((known < 0).any(dim=-1, keepdim=True), UNKNOWN, known), experts)  # a row is known or not
 
 
-def check_engine_records(routes: Routes, experts: int) -> None:
-    """Raises ValueError where an engine says expert 0 of everything, which for K = 1 no other check finds."""
-    entries = sum(part.numel() for part in routes.values())
-    if experts > 1 and entries >= _SUSPICIOUS and not any(bool(part.any()) for part in routes.values()):
-        raise ValueError(f"rollout routes: all {entries} of this rank's samples are expert 0: the engine records none")
+def check_engine_records(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """With one expert a token, zeros are valid routes: they are refused where the trainer's own choice is not 0 everywhere.
+
+    pairs: the engine's and the trainer's routes with the same weights, stream by stream, without filler. Raises ValueError.
+    """
+    if not any(bool(rollout.any()) for rollout, _ in pairs) and any(bool(live.any()) for _, live in pairs):
+        raise ValueError(
+            "rollout routes: expert 0 for every token and layer, which is not what the routers choose: the engine records none"
+        )
 
 
 def exchange_routes(held: Routes, wanted: Sequence[int], groups: Groups, device: torch.device) -> dict[int, Tensor]:
@@ -129,7 +130,7 @@ def stream_routes(stream: Stream, members: Sequence[int], routes: Routes, topk: 
 
 def spread_filler(stream: Stream, routes: Tensor, experts: int) -> Tensor:
     """Recorded routes with what filler chose replaced: evenly over all experts, distinct in each row."""
-    real = max(0, min(stream.real - stream.first, stream.size_here))
+    real = stream.real_here
     if real < len(routes):
         routes = routes.clone()
         rows = filler_routes(len(routes) - real, routes.shape[2], experts, stream.first + real)
@@ -146,7 +147,7 @@ def count_replayed(stream: Stream, layers: Sequence[int]) -> Float64[Tensor, "4 
     """Of the real tokens of the replayed pass that the stream went through last, by MoE layer of this rank."""
     log = stream.routes
     assert log is not None and log.replay is not None
-    real = max(0, min(stream.real - stream.first, stream.size_here))
+    real = stream.real_here
     counts = torch.zeros(len(_COUNTS), len(layers), dtype=torch.float64, device=stream.tokens.device)
     for place, layer in enumerate(layers):
         forced = log.replay.routes[:real, place].to(torch.int64)

@@ -65,7 +65,7 @@ class Trainer:
             # before the save: a run that dies in between drops this line when it goes on, rather than missing it
             self.session.log(step, metrics, "train")
             if _due(self.config.checkpoint.every, step) or step == self.config.run.steps or actions & {"save", "stop"}:
-                self.save()
+                self.save(pinned=bool(actions & {"save", "stop"}))
             if "stop" in actions:
                 self.session.say(f"stopped after step {step}; the same command goes on from here")
                 break
@@ -211,8 +211,10 @@ class Trainer:
         self.progress = replace(self.progress, watch=json.dumps(self.watch.state(), allow_nan=False))
         return alarm_metrics(alarms), actions
 
-    def save(self) -> None:
-        checkpoint.save(self.checkpoints, self.progress, self.session.model, self.optimizer, self.config.checkpoint.keep)
+    def save(self, *, pinned: bool = False) -> None:
+        """pinned: what an alarm asked for stays, however many follow."""
+        keep = self.config.checkpoint.keep
+        checkpoint.save(self.checkpoints, self.progress, self.session.model, self.optimizer, keep, pinned=pinned)
 
     def end(self) -> None:
         """Evaluates what came out, unless that was done, and shows the table."""

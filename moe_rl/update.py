@@ -22,6 +22,7 @@ from moe_rl.reference import Reference
 from moe_rl.replay import (
     ReplayPolicy,
     Routes,
+    check_engine_records,
     count_replayed,
     exchange_routes,
     replay_metrics,
@@ -127,6 +128,13 @@ class PolicyUpdate:
                 part.replay = replay[i]
             if scores is not None:
                 part.old_logprobs = scores.logprobs
+        if self.model.config.topk == 1:
+            known = [
+                (part.rollout_routes[: part.microbatch.stream.real_here], part.old.live[: part.microbatch.stream.real_here])
+                for part in parts
+                if part.rollout_routes is not None and part.old is not None
+            ]
+            check_engine_records(known)
 
     def _forced(self, number: int, part: Prepared, routes: Tensor | None) -> Replay:
         assert routes is not None

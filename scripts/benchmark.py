@@ -39,7 +39,13 @@ CLOCK = time.perf_counter if torch.cuda.is_available() else time.process_time
 ROUNDS, SEQUENCES, PROMPT, RESPONSE = 15, 64, 8, 64
 OFF = DriftSection(enabled=False)
 # what a user can ask for at most: all scores, all sequences in the traces, every extra pass in every step
-EVERYTHING = ["drift.scores_share=1", "drift.probe_every=1", "drift.trace_every=1", "drift.trace_sequences=1000000"]
+EVERYTHING = [
+    "drift.scores_share=1",
+    "drift.probe_every=1",
+    "drift.probe_sequences=1000000",
+    "drift.trace_every=1",
+    "drift.trace_sequences=1000000",
+]
 TOKENS, HIDDEN, VOCABULARY = 2048, 256, 32768
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from moe_rl.collectives import from_model_main, gather_over_data
-from moe_rl.replay import check_engine_records, check_rollout_routes
+from moe_rl.replay import check_rollout_routes
 from moe_rl.rollouts.engine import Request, sample_seed
 from moe_rl.session import Session
 from moe_rl.stopwatch import Stopwatch
@@ -71,7 +71,7 @@ def _take_routes(
     session: Session, samples: Sequence[int], requests: Sequence[Request], responses: Sequence[Response]
 ) -> dict[int, Tensor]:
     model = session.model.config
-    found = {
+    return {
         i: check_rollout_routes(
             response.routes,
             i,
@@ -82,8 +82,6 @@ def _take_routes(
         )
         for i, request, response in zip(samples, requests, responses, strict=True)
     }
-    check_engine_records(found, model.experts)
-    return found
 
 
 def _without_stop(token_ids: list[int], sampling: Sampling) -> list[int]:

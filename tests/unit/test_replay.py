@@ -198,11 +198,11 @@ def test_a_replayed_route_that_is_no_choice_is_named(row: int, where: str) -> No
 
 
 def test_an_engine_that_says_expert_0_of_everything_records_nothing() -> None:
-    """With one expert a token, zeros are a valid route each."""
-    nothing = {i: torch.zeros(16, 2, 1, dtype=torch.uint8) for i in range(2)}
-    with pytest.raises(ValueError, match="all 64 of this rank's samples are expert 0: the engine records none"):
-        check_engine_records(nothing, 8)
-    check_engine_records({0: nothing[0]}, 8)  # too few to tell
-    check_engine_records(nothing, 1)
-    nothing[1][3, 0, 0] = 5
-    check_engine_records(nothing, 8)
+    """With one expert a token, zeros are a valid route each; and what a collapsed router really chooses."""
+    nothing, live = torch.zeros(16, 2, 1, dtype=torch.uint8), torch.zeros(16, 2, 1, dtype=torch.uint8)
+    check_engine_records([(nothing, live), (nothing, live)])
+    check_engine_records([])
+    live[3, 1] = 5
+    with pytest.raises(ValueError, match="expert 0 for every token and layer, which is not what the routers choose"):
+        check_engine_records([(nothing, nothing), (nothing, live)])
+    check_engine_records([(nothing, nothing), (live, nothing)])
