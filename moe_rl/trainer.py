@@ -66,7 +66,7 @@ class Trainer:
             self.session.log(step, metrics, "train")
             if _due(self.config.checkpoint.every, step) or step == self.config.run.steps or actions & {"save", "stop"}:
                 self.save(pinned=bool(actions & {"save", "stop"}))
-            if "stop" in actions:
+            if "stop" in actions and step < self.config.run.steps:
                 self.session.say(f"stopped after step {step}; the same command goes on from here")
                 break
         self.end()
