@@ -116,11 +116,11 @@ class DriftSection(Section):
         description="share of tokens whose routers' scores over all experts are kept, for router_kl, gate_shift and margin",
     )
     probe_every: NonNegativeInt = Field(
-        default=10,
+        default=20,
         description="steps between comparisons that need passes of their own (engine, noise, free, probe); 0: none",
     )
     probe_sequences: PositiveInt = Field(default=16, description="sequences in those passes")
-    trace_every: NonNegativeInt = Field(default=10, description="steps between trace files; 0: none")
+    trace_every: NonNegativeInt = Field(default=20, description="steps between trace files; 0: none")
     trace_sequences: PositiveInt = Field(default=8, description="sequences a trace file holds, in each update")
     watch: WatchSection = WatchSection()
 

@@ -3,8 +3,8 @@
     .venv/bin/python scripts/benchmark.py [key=value ...]
 
 Rows: an update (loss, drift and metrics included) against a bare forward, cross-entropy, backward and optimizer step of the
-same model on the same tokens; routing replay; the instruments in whole training steps, at their defaults (over ten steps, one
-of which is looked at closely) and with everything on every token; and log-probabilities in chunks against all at once, by
+same model on the same tokens; routing replay; the instruments in whole training steps, in most of them,
+in those that are looked at closely, and with everything on every token; and log-probabilities in chunks against all at once, by
 time and by peak memory. A ratio is the median over rounds of the ratio of neighbours in time.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,10 @@ from parallel.schedule import run_microbatches
 CLOCK = time.perf_counter if torch.cuda.is_available() else time.process_time
 ROUNDS, SEQUENCES, PROMPT, RESPONSE = 15, 64, 8, 64
 OFF = DriftSection(enabled=False)
-# what a user can ask for at most: all scores, all sequences in the traces, every extra pass in every step
+# all scores and all sequences in the traces, and the extra passes, over their 16 sequences, in every step
 EVERYTHING = [
     "drift.scores_share=1",
     "drift.probe_every=1",
-    "drift.probe_sequences=1000000",
     "drift.trace_every=1",
     "drift.trace_sequences=1000000",
 ]
@@ -85,31 +85,33 @@ def updates(config: RunConfig, table: Table) -> None:
 def steps(root: Path, overrides: list[str], table: Table) -> None:
     """Whole steps: rollout, reward, old log-probabilities, updates, instruments."""
     with tempfile.TemporaryDirectory() as folder:
-        plain = ["sft.steps=0", "task.options={partial_credit: true, min_letters: 3, max_letters: 6}", "rollout.prompts=16"]
-        for name, extra, count, rounds in (
-            ("ten steps, drift at defaults", [], 10, 5),
-            ("two steps, everything on every token", EVERYTHING, 2, 5),
-        ):
-            shared = [*overrides, *plain, f"run.dir={folder}", "run.steps=100000"]
-            load = lambda more: configuration.load(root / "configs" / "quickstart.yaml", more)  # noqa: E731
-            on = load([*shared, f"run.name=steps{count}", *extra])
-            with opened(on, {}) as session:
-                first, second = Trainer(session), None
-                blind = load([*shared, f"run.name=steps{count}", "drift.enabled=false", "drift.watch.enabled=false"])
-                second = Trainer(type(session)(**{**session.__dict__, "config": blind}))
-                first._make_optimizer()
-                second.optimizer = first.optimizer
-                row(table, name, several(first, count), "drift off", several(second, count), rounds, warm=1)
+        shared = [
+            *overrides,
+            "sft.steps=0",
+            "task.options={partial_credit: true, min_letters: 3, max_letters: 6}",
+            "rollout.prompts=16",
+            "run.steps=100000",
+            "run.name=steps",
+            f"run.dir={folder}",
+        ]
+        load = lambda *more: configuration.load(root / "configs" / "quickstart.yaml", [*shared, *more])  # noqa: E731
+        plain, close = ["drift.probe_every=0", "drift.trace_every=0"], ["drift.probe_every=1", "drift.trace_every=1"]
+        with opened(load(), {}) as session:
+            optimizer = session.model.optimizer(session.config.optimizer, 100000)
 
+            def step(*more: str) -> Callable[[], Any]:
+                trainer = Trainer(replace(session, config=load(*more)))
+                trainer.optimizer = optimizer
+                return lambda: trainer.step(trainer.progress.step + 1)
 
-def several(trainer: Trainer, count: int) -> Callable[[], None]:
-    """The next `count` steps, each time it is called."""
-
-    def run() -> None:
-        for _ in range(count):
-            trainer.step(trainer.progress.step + 1)
-
-    return run
+            off = step("drift.enabled=false", "drift.watch.enabled=false")
+            between = row(table, "step, drift at defaults, not looked at closely", step(*plain), "drift off", off)
+            looked = row(table, "step looked at closely", step(*close), "drift off", off)
+            row(table, "step, everything on every token", step(*EVERYTHING), "drift off", off)
+            every = session.config.drift.probe_every
+            table.add_row(
+                f"so, one in {every} looked at closely", "", "", "", f"{((every - 1) * between + looked) / every:.2f}"
+            )
 
 
 def memory(table: Table) -> None:
@@ -183,8 +185,8 @@ def row(
     second: Callable[[], Any],
     rounds: int = ROUNDS,
     warm: int = 2,
-) -> None:
-    """Times the two in turn, so that a machine that slows down slows both."""
+) -> float:
+    """Times the two in turn, so that a machine that slows down slows both. Returns the ratio."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + warm):
         for kept, work in zip(times, (first, second), strict=True):
@@ -195,6 +197,7 @@ def row(
     ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
     cells = [f"{statistics.median(t) * 1e3:.0f} ms" for t in times]
     table.add_row(name, cells[0], other, cells[1], f"{ratio:.2f}")
+    return ratio
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_rl.rollouts.embedded import EmbeddedEngine
 from moe_rl.rollouts.engine import Request, sample_seed
@@ -27,12 +28,15 @@ def _generate(runtime: Runtime, case: Case, sampling: Sampling, count: int = 11)
         requests = [Request(prompts[i], sample_seed(case.seed, "test", 0, i)) for i in mine]
         here = dict(zip(mine, engine.generate(requests, sampling), strict=True))
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, here)
+        dist.all_gather_object(gathered, (here, model.moe_layers))
         responses: dict[int, Response] = {}
-        for part in gathered:
+        routed: dict[tuple[int, int], Tensor] = {}  # (request, layer): each stage knows its own layers
+        for part, layers in gathered:
             for i, response in part.items():
                 assert i not in responses or responses[i].token_ids == response.token_ids
                 responses[i] = response
+                assert response.routes is not None
+                routed |= {(i, layer): response.routes[:, place] for place, layer in enumerate(layers)}
         order = sorted(responses)
         sequences = [prompts[i] + responses[i].token_ids for i in order]
         streams, packs = streams_here(model, sequences, [len(prompts[i]) for i in order], budget=40)
@@ -48,10 +52,9 @@ def _generate(runtime: Runtime, case: Case, sampling: Sampling, count: int = 11)
         wrong, routes = 0, 0
         for (j, layer), rows in _routes(model, streams, packs).items():
             seen = rows[:, 0] >= 0
-            engine_routes = responses[order[j]].routes
-            assert engine_routes is not None and len(engine_routes) == len(rows)
-            place = model.moe_layers.index(layer)
-            wrong += int((engine_routes[:, place].long().sort(-1).values != rows)[seen].sum())
+            engine_routes = routed[order[j], layer]
+            assert len(engine_routes) == len(rows)
+            wrong += int((engine_routes.long().sort(-1).values != rows)[seen].sum())
             routes += int(seen.sum())
         totals = torch.tensor([gap, -gap])
         dist.all_reduce(totals, dist.ReduceOp.MAX)
