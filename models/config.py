@@ -13,7 +13,9 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    preset: str | None = Field(default=None, description="a name from PRESETS whose values the other keys override")
+    preset: str | None = Field(
+        default=None, description="tiny_moe | small_moe | medium_moe: its values, which the other keys override"
+    )
     layers: PositiveInt
     hidden: PositiveInt
     heads: PositiveInt

@@ -16,7 +16,7 @@ _TRAIN_EXAMPLES = """\
 examples:
   moe-rl train configs/quickstart.yaml
   moe-rl train configs/quickstart.yaml run.name=grpo algorithm.name=grpo optimizer.lr=5e-5
-  moe-rl train configs/quickstart.yaml parallel.expert=2             (starts 2 processes)
+  moe-rl train configs/quickstart.yaml parallel.tensor=2             (another layout: starts 2 processes)
   moe-rl train configs/quickstart.yaml parallel.pipeline=2 run.processes=4
   moe-rl train configs/quickstart.yaml task.name=jsonl task.options={} task.train_path=problems.jsonl
   torchrun --nproc-per-node 8 -m moe_rl.cli train run.yaml           (inside torchrun or srun nothing more is started)"""

@@ -43,7 +43,7 @@ class RunSection(Section):
 class TaskSection(Section):
     name: str = Field(
         default="addition",
-        description="addition | reasoning_gym:NAME | jsonl | MODULE:FUNCTION (a function that returns a Task)",
+        description="addition | reversal | reasoning_gym:NAME | jsonl | MODULE:FUNCTION (a function that returns a Task)",
     )
     options: dict[str, Any] = Field(default={}, description="the task's own parameters, such as digits: 2")
     train_path: Path | None = Field(default=None, description="jsonl: file of {prompt, answer} lines")

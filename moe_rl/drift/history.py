@@ -7,6 +7,7 @@ from typing import NamedTuple
 Line = Mapping[str, float | None]
 Series = list[float | None]  # one value a line of metrics.jsonl; None where it lacks the key, or was not finite
 
+_LESS_IS_WORSE = {"jaccard", "margin", "load_entropy"}
 VIEWS = ("", "prompt", "local", "free")  # "": response tokens, the routes that were used
 COMPARISONS = ("engine", "noise", "update", "probe")
 _DRIFT = re.compile(
@@ -92,11 +93,15 @@ class History:
         return mean([value for value in values if value is not None])
 
     def worst(self, comparison: str, view: str, metric: str, last: int) -> tuple[int, float] | None:
-        """The layer with the largest value, and that value."""
+        """The layer where the metric says most of drift or of uneven load, the first of equals, and its value."""
         layers = self.layers(comparison, view, metric)
         values = {layer: self.at(DriftKey(comparison, view, metric, "layer", layer), last) for layer in layers}
         found = [(value, layer) for layer, value in values.items() if value is not None]
-        return (max(found)[1], max(found)[0]) if found else None
+        if not found:
+            return None
+        sign = 1 if metric in _LESS_IS_WORSE else -1
+        value, layer = min(found, key=lambda pair: (sign * pair[0], pair[1]))
+        return layer, value
 
     def alarms(self) -> dict[str, list[int]]:
         """Rule -> the steps in which it fired."""

@@ -45,7 +45,7 @@ def _overview(runs: Sequence[Run], last: int) -> Group | None:
                 cells.append("-" if worst is None else f"{worst[1]:.4f} ({worst[0]:02d})")
             if any(text != "-" for text in cells):
                 rows.append((f"{name(*view)} {metric}", cells))
-    columns = [heading for run in runs for heading in (_of(runs, run, "mean"), _of(runs, run, "largest (layer)"))]
+    columns = [heading for run in runs for heading in (_of(runs, run, "mean"), _of(runs, run, "worst (layer)"))]
     return _table(f"drift, over layers, mean of the last {last} steps", "", columns, rows)
 
 
@@ -64,7 +64,7 @@ def _layers_by_minibatch(run: Run, comparison: str, view: str, last: int) -> Gro
     if layers:
         rows.append(("mean", cells(lambda minibatch: history.over_layers(comparison, view, RATE, minibatch, last))))
     columns = ["all" if minibatch is None else f"mb {minibatch}" for minibatch in minibatches]
-    return _table(_title(comparison, view, "layer and minibatch", last), "layer", columns, rows)
+    return _table(_title(comparison, view, "layer and minibatch", last), "layer", columns, rows) if _tells(rows) else None
 
 
 def _layers(runs: Sequence[Run], comparison: str, view: str, last: int) -> Group | None:
@@ -73,7 +73,7 @@ def _layers(runs: Sequence[Run], comparison: str, view: str, last: int) -> Group
     for layer in spread(layers, _MOST_ROWS):
         key = DriftKey(comparison, view, RATE, "layer", layer)
         rows.append((f"{layer:02d}", [cell(run.history.at(key, last)) for run in runs]))
-    return _table(_title(comparison, view, "layer", last), "layer", [run.name for run in runs], rows)
+    return _table(_title(comparison, view, "layer", last), "layer", [run.name for run in runs], rows) if _tells(rows) else None
 
 
 def _minibatches(runs: Sequence[Run], comparison: str, view: str, last: int) -> Group | None:
@@ -83,7 +83,12 @@ def _minibatches(runs: Sequence[Run], comparison: str, view: str, last: int) -> 
         values = [run.history.over_layers(comparison, view, RATE, minibatch, last) for run in runs]
         rows.append((str(minibatch), [cell(value) for value in values]))
     title = _title(comparison, view, "minibatch, mean over layers", last)
-    return _table(title, "minibatch", [run.name for run in runs], rows)
+    return _table(title, "minibatch", [run.name for run in runs], rows) if _tells(rows) else None
+
+
+def _tells(rows: Sequence[tuple[str, list[str]]]) -> bool:
+    """Whether a table would hold more than zeros, which the overview has said."""
+    return any(text not in (cell(0.0), cell(None)) for _, cells in rows for text in cells)
 
 
 def _trace_layers(runs: Sequence[Run], comparison: str, view: str) -> Group | None:

@@ -110,6 +110,9 @@ DRIFT = (
 )
 
 
+_ZERO = "Every value is 0, which has no place on a log scale."
+
+
 def charts(curves: Sequence[Curve], runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
     return [_chart(curve, runs, styles) for curve in curves]
 
@@ -117,11 +120,13 @@ def charts(curves: Sequence[Curve], runs: Sequence[Run], styles: Sequence[Style]
 def _chart(curve: Curve, runs: Sequence[Run], styles: Sequence[Style]) -> Chart:
     data: list[Trace] = []
     notes: set[str] = set()
+    zero = False
     for run, style in zip(runs, styles, strict=True):
         found = run.history.first_of(curve.keys)
         values = [value if not (curve.log and value is not None and value <= 0) else None for value in found]
         pairs = [(step, value) for step, value in zip(run.history.steps, values, strict=True) if value is not None]
         if not pairs:
+            zero |= any(value is not None for value in found)
             continue
         steps, rows, width = thin([step for step, _ in pairs], [[value for _, value in pairs]], MOST_POINTS)
         points = [rounded(value) for value in rows[0]]
@@ -136,7 +141,7 @@ def _chart(curve: Curve, runs: Sequence[Run], styles: Sequence[Style]) -> Chart:
             data.append(marks)
             notes.add("crosses: alarms")
     if not data:
-        return Chart(curve.title, curve.how, missing=curve.missing)
+        return Chart(curve.title, curve.how, missing=_ZERO if zero else curve.missing)
     shape = layout("step", curve.unit, hovermode="x unified")
     longest = max(step for run in runs for step in [0, *run.history.steps])
     shape["xaxis"]["range"] = [-0.02 * longest, 1.02 * longest]  # of every curve, so that they can be read one below the other

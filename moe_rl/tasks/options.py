@@ -30,7 +30,10 @@ def check_names(options: Mapping[str, Any], known: Iterable[str]) -> None:
     for option in options:
         if option not in names:
             has = f"the options are {', '.join(names)}" if names else "this task has no options"
-            raise UsageError(f"unknown key task.options.{option}; {has}{near(option, names)}")
+            raise UsageError(
+                f"unknown key task.options.{option}; {has}{near(option, names)} (task.options={{}} clears those in the file, "
+                "which may be another task's)"
+            )
 
 
 def explain_option(error: ValidationError) -> str:
