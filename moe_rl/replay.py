@@ -5,6 +5,7 @@ rollout engine chose (arXiv 2510.11370). filtered: either, but a replayed expert
 `keep_share` of the live k-th best. Only the policy's passes replay: never a reference's.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -97,7 +98,6 @@ def check_engine_records(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def exchange_routes(held: Routes, wanted: Sequence[int], groups: Groups, device: torch.device) -> dict[int, Tensor]:
     """From the data-parallel ranks that sampled to those that train on the sample: each gets the samples that it wants, of its
     own layers (collective over the data axis, among ranks of the same stage). Travels as uint8, or int16 with unknown ones."""
-    held = {i: routes for i, routes in held.items()}
     small = all(routes.dtype == torch.uint8 for routes in held.values())
     plans = gather_over_data([({i: tuple(r.shape) for i, r in held.items()}, list(wanted), small)], groups)
     if groups.data.size == 1:
@@ -107,12 +107,12 @@ def exchange_routes(held: Routes, wanted: Sequence[int], groups: Groups, device:
     asked = [[i for i in plan[1] if i in held] for plan in plans]
     given = [[i for i in wanted if i in plan[0]] for plan in plans]
     send = [_bytes([held[i] for i in part], dtype, device) for part in asked]
-    lengths = [sum(_numel(shapes[i]) for i in part) * dtype.itemsize for part in given]
+    lengths = [sum(math.prod(shapes[i]) for i in part) * dtype.itemsize for part in given]
     out = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
     dist.all_to_all_single(out, torch.cat(send), lengths, [len(part) for part in send], group=groups.data.group)
     found, at = {}, 0
     for i in (i for part in given for i in part):
-        size = _numel(shapes[i]) * dtype.itemsize
+        size = math.prod(shapes[i]) * dtype.itemsize
         found[i] = out[at : at + size].clone().view(dtype).view(shapes[i])
         at += size
     return found
@@ -178,10 +178,3 @@ def replay_metrics(updates: Sequence[Float64[Tensor, "4 L"]], layers: Sequence[i
 def _bytes(routes: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     parts = [part.to(device, dtype).contiguous().view(-1).view(torch.uint8) for part in routes]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size

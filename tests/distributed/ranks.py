@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +31,8 @@ def _enter(rank: int, function: Callable[..., Any], world_size: int, folder: str
     from parallel.runtime import started
 
     _place(rank, world_size)
-    try:
-        with started(seed=0, threads=1, timeout_seconds=120, rendezvous=Path(folder) / "meet") as runtime:
-            torch.save(function(runtime, *args), Path(folder) / f"{rank}.pt")
-    except Exception:  # shown here, since the parent only learns of the rank that it noticed first
-        traceback.print_exc()
-        raise
+    with _Shown(), started(seed=0, threads=1, timeout_seconds=120, rendezvous=Path(folder) / "meet") as runtime:
+        torch.save(function(runtime, *args), Path(folder) / f"{rank}.pt")
 
 
 def train_on_ranks(world_size: int, configs: "list[RunConfig]") -> None:
@@ -50,13 +47,21 @@ def _train(rank: int, world_size: int, folder: str, configs: "list[RunConfig]") 
 
     _place(rank, world_size)
     started = runtime.started
-    try:
+    with _Shown():
         for i, config in enumerate(configs):
             runtime.started = partial(started, rendezvous=Path(folder) / f"meet{i}")
             train(config)
-    except Exception:
-        traceback.print_exc()
-        raise
+
+
+class _Shown:
+    """Prints an error where it happened, and lets it go its way: the parent only learns of the rank that it noticed first."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            traceback.print_exception(error)
 
 
 def _place(rank: int, world_size: int) -> None:
