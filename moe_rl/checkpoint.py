@@ -1,25 +1,37 @@
 """Checkpoints in Megatron's sharded format: complete or absent, and loadable in another layout.
 
 A checkpoint is a directory step_NNNNNN. It is written beside its place and renamed when every rank is done, so a directory of
-that name is complete.
+that name is complete. In it lies the policy, and where a run trains a critic, that one in critic/, by itself and in the same
+format: what reads a policy's weights need not know of it.
 """
 
 import queue
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from models.model import MoEModel
 from models.optimizer import Optimizer
+from models.transformer import Transformer
+from models.value import ValueModel
 from parallel.errors import UsageError
 
 _PINNED = "pinned"  # a file of this name in a checkpoint keeps it
+_CRITIC = "critic"
 _NAME = re.compile(r"step_(\d{6,})")
+
+
+class Critic(NamedTuple):
+    """A value model and what trains it."""
+
+    model: ValueModel
+    optimizer: Optimizer
 
 
 @dataclass(frozen=True)
@@ -54,17 +66,27 @@ def find(path: Path) -> Path:
 
 
 def save(
-    directory: Path, progress: Progress, model: MoEModel, optimizer: Optimizer, keep: int, *, pinned: bool = False
+    directory: Path,
+    progress: Progress,
+    model: MoEModel,
+    optimizer: Optimizer,
+    keep: int,
+    *,
+    pinned: bool = False,
+    critic: Critic | None = None,
 ) -> Path:
     """Saves weights, optimizer, schedule, every rank's random state and `progress` (collective); keeps the newest `keep`.
 
-    pinned: this one stays, and does not count among them.
+    pinned: this one stays, and does not count among them. critic: weights, optimizer and schedule of it are saved too.
     """
     target = directory / f"step_{progress.step:06d}"
-    state = _weights(model)
-    state["optimizer"] = optimizer.sharded_state(state, is_loading=False)
-    state |= {"schedule": optimizer.schedule.state_dict(), "progress": asdict(progress), "random": _random_state()}
-    _write(target, state)
+
+    def states() -> Iterator[tuple[str, dict[str, Any]]]:  # one at a time: a state holds gathered moments
+        yield "", _trained(model, optimizer) | {"progress": asdict(progress), "random": _random_state()}
+        if critic is not None:
+            yield _CRITIC, _trained(*critic)
+
+    _write(target, states())
     if dist.get_rank() == 0:
         if pinned:
             (target / _PINNED).touch()
@@ -77,7 +99,7 @@ def save(
 
 def save_weights(path: Path, model: MoEModel) -> None:
     """Weights alone, for `load_weights` (collective)."""
-    _write(path, _weights(model))
+    _write(path, [("", _weights(model))])
 
 
 def load_weights(path: Path, model: MoEModel) -> None:
@@ -85,24 +107,54 @@ def load_weights(path: Path, model: MoEModel) -> None:
     _read(path, _weights(model), model)
 
 
-def load(path: Path, model: MoEModel, optimizer: Optimizer) -> Progress:
-    """Everything that `save` saved (collective); random states only where the number of ranks is the same."""
+def load_critic_weights(path: Path, model: ValueModel, key: str = "checkpoint.load") -> None:
+    """Weights alone of the critic in checkpoint `path`, from any layout (collective). key: where the user named it.
+
+    Raises UsageError where it holds no critic, or one that does not fit the model.
+    """
+    if not (path / _CRITIC).is_dir():
+        raise UsageError(f"{key}={path}: holds no critic; name a checkpoint of a run that trains one")
+    _read(path / _CRITIC, _weights(model), model, key)
+
+
+def load(path: Path, model: MoEModel, optimizer: Optimizer, critic: Critic | None = None) -> Progress:
+    """Everything that `save` saved (collective); random states only where the number of ranks is the same.
+
+    A critic in the checkpoint that is not asked for stays where it is. Raises UsageError where one is asked for and absent.
+    """
     from megatron.core.dist_checkpointing import load_content_metadata
 
-    wanted = _weights(model)
-    wanted["optimizer"] = optimizer.sharded_state(wanted, is_loading=True)
+    if critic is not None and not (path / _CRITIC).is_dir():
+        raise UsageError(
+            f"{path}: holds no critic, the run that saved it trained none; begin anew under another run.name (with "
+            "checkpoint.load, to keep the policy's weights)"
+        )
     same_ranks = (load_content_metadata(str(path)) or {}).get("ranks") == dist.get_world_size()
-    if same_ranks:
-        wanted["random"] = _random_state()
-    state = _read(path, wanted, model)
-    optimizer.load_state(state["optimizer"])
-    optimizer.schedule.load_state_dict(state["schedule"])
+    state = _read_trained(path, model, optimizer, {"random": _random_state()} if same_ranks else {})
+    if critic is not None:
+        _read_trained(path / _CRITIC, critic.model, critic.optimizer, {})
     if same_ranks:
         torch.set_rng_state(state["random"]["torch"])
     return Progress(**state["progress"])
 
 
-def _weights(model: MoEModel) -> dict[str, Any]:
+def _read_trained(path: Path, model: Transformer, optimizer: Optimizer, more: dict[str, Any]) -> dict[str, Any]:
+    """Weights, optimizer and schedule into their places; what else was asked for, in what is returned."""
+    wanted = _weights(model)
+    wanted["optimizer"] = optimizer.sharded_state(wanted, is_loading=True)
+    state = _read(path, wanted | more, model)
+    optimizer.load_state(state["optimizer"])
+    optimizer.schedule.load_state_dict(state["schedule"])
+    return state
+
+
+def _trained(model: Transformer, optimizer: Optimizer) -> dict[str, Any]:
+    state = _weights(model)
+    state["optimizer"] = optimizer.sharded_state(state, is_loading=False)
+    return state | {"schedule": optimizer.schedule.state_dict()}
+
+
+def _weights(model: Transformer) -> dict[str, Any]:
     metadata = {"dp_cp_group": model.groups.collection.dp_cp}
     return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(model.bare)}
 
@@ -114,8 +166,9 @@ def _random_state() -> Any:
     return {"torch": ShardedObject("random/torch", torch.get_rng_state(), (ranks,), (rank,), replica_id=0)}
 
 
-def _write(target: Path, state: dict[str, Any]) -> None:
-    """Beside its place, then renamed; what is there under that name is replaced."""
+def _write(target: Path, states: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Each state into its folder of `target` ("": itself): beside its place, then all renamed together; what is there under
+    that name is replaced."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -124,10 +177,12 @@ def _write(target: Path, state: dict[str, Any]) -> None:
     part = target.with_name(f".{target.name}.part")
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(state, str(part), content_metadata={"ranks": dist.get_world_size()})
-    dist.barrier()
+    for folder, state in states:
+        if dist.get_rank() == 0:
+            (part / folder).mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(state, str(part / folder), content_metadata={"ranks": dist.get_world_size()})
+        dist.barrier()
     if dist.get_rank() == 0:
         if target.exists():
             shutil.rmtree(target)
@@ -135,7 +190,7 @@ def _write(target: Path, state: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def _read(path: Path, wanted: dict[str, Any], model: MoEModel) -> dict[str, Any]:
+def _read(path: Path, wanted: dict[str, Any], model: Transformer, key: str = "checkpoint.load") -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
@@ -144,12 +199,12 @@ def _read(path: Path, wanted: dict[str, Any], model: MoEModel) -> dict[str, Any]
     try:
         if wrong := _mismatch(path, [wanted[part] for part in parts]):
             raise UsageError(
-                f"checkpoint.load={path}: does not fit this model: {wrong}; the model section must be the one it was made with"
+                f"{key}={path}: does not fit this model: {wrong}; the model section must be the one it was made with"
             )
         state: Any = dist_checkpointing.load(wanted, str(path))
     except (CheckpointingException, CheckpointException) as error:  # the latter is no Exception
         reason = str(error).strip().splitlines()[-1][:300]
-        raise UsageError(f"checkpoint.load={path}: cannot be read: {reason}") from error
+        raise UsageError(f"{key}={path}: cannot be read: {reason}") from error
     for part, chunk in zip(parts, model.bare, strict=True):
         chunk.load_state_dict(state[part])
     return state
