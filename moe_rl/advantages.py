@@ -1,7 +1,9 @@
-"""Advantages within a group of responses to the same prompt."""
+"""Advantages of whole responses, from their rewards: the response is one action, and all of its tokens have its advantage."""
+
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from moe_rl.metrics import Metrics
@@ -20,6 +22,46 @@ def group_advantages(
     Metrics: reward/group_std (mean over groups) and reward/equal_group_fraction (its sum and count are the numbers of
     groups with equal rewards and of groups). Raises ValueError at a reward that is not finite.
     """
+    found = _groups(rewards, group)
+    scaled = found.centred / (found.deviations[found.position] + epsilon) if std else found.centred
+    return torch.where(found.equal[found.position], 0.0, scaled).to(rewards.dtype), found.metrics
+
+
+def leave_one_out_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Metrics]:
+    """reward - mean of the others of its group (RLOO, arXiv 2402.14740, section 3.3): G / (G - 1) x (reward - group mean).
+
+    A group of one has nothing to compare with and gives 0. Metrics and errors: as `group_advantages`.
+    """
+    found = _groups(rewards, group)
+    sizes = found.sizes[found.position]
+    scaled = found.centred * sizes / (sizes - 1).clamp(min=1)
+    return torch.where(found.equal[found.position], 0.0, scaled).to(rewards.dtype), found.metrics
+
+
+def group_batch_advantages(
+    rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], epsilon: float = 1e-6
+) -> tuple[Float[Tensor, " B"], Metrics]:
+    """(reward - group mean) / (standard deviation of that over the whole batch + epsilon) (REINFORCE++-baseline,
+    arXiv 2501.03262): an easy group's rare miss is not blown up by its own small deviation.
+
+    Equal rewards in a group give exactly 0. Metrics and errors: as `group_advantages`.
+    """
+    found = _groups(rewards, group)
+    centred = torch.where(found.equal[found.position], 0.0, found.centred)
+    deviation = centred.square().mean().sqrt() if len(centred) else centred.sum()  # its mean is 0
+    return (centred / (deviation + epsilon)).to(rewards.dtype), found.metrics
+
+
+class _Groups(NamedTuple):
+    position: Int[Tensor, " B"]  # which of the groups
+    centred: Float64[Tensor, " B"]  # reward - mean of its group
+    deviations: Float64[Tensor, " N"]  # by group; 0 where equal
+    sizes: Float64[Tensor, " N"]
+    equal: Bool[Tensor, " N"]  # all rewards are the same
+    metrics: Metrics
+
+
+def _groups(rewards: Tensor, group: Tensor) -> _Groups:
     if not rewards.isfinite().all():
         index = int((~rewards.isfinite()).nonzero()[0])
         raise ValueError(f"rewards[{index}]={float(rewards[index])}: must be finite")
@@ -32,9 +74,7 @@ def group_advantages(
     lowest = zeros.scatter_reduce(0, position, values, "amin", include_self=False)
     equal = lowest == zeros.scatter_reduce(0, position, values, "amax", include_self=False)
     deviations = torch.where(equal, 0.0, deviations)
-
-    scaled = centred / (deviations[position] + epsilon) if std else centred
     metrics = Metrics()
     metrics.add("reward/group_std", deviations.sum(), len(labels))
     metrics.add("reward/equal_group_fraction", equal.sum(), len(labels))
-    return torch.where(equal[position], 0.0, scaled).to(rewards.dtype), metrics
+    return _Groups(position, centred, deviations, sizes, equal, metrics)

@@ -53,16 +53,14 @@ def newest(directory: Path) -> Path | None:
     return found[-1][1] if found else None
 
 
-def find(path: Path) -> Path:
-    """What checkpoint.load names: a checkpoint, a run's checkpoints/, or a run. Raises UsageError where there is none."""
+def find(path: Path, key: str = "checkpoint.load") -> Path:
+    """What the setting `key` names: a checkpoint, a run's checkpoints/, or a run. Raises UsageError where there is none."""
     if (path / "metadata.json").exists():
         return path
     for directory in (path, path / "checkpoints"):
         if directory.is_dir() and (found := newest(directory)):
             return found
-    raise UsageError(
-        f"checkpoint.load={path}: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it"
-    )
+    raise UsageError(f"{key}={path}: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it")
 
 
 def save(

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -18,15 +16,12 @@ from pydantic import (
 
 from models.config import PRESETS, ModelConfig, OptimizerConfig
 from moe_rl import config_errors, config_values, yaml_text
+from moe_rl.algorithms.config import AlgorithmSection, CriticSection
 from moe_rl.drift.watch_config import RuleSection, WatchSection
+from moe_rl.section import Section
+from moe_rl.shaping_config import ShapingSection
 from parallel.config import ParallelConfig
 from parallel.errors import UsageError
-
-
-class Section(BaseModel):
-    """Base of the sections: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RunSection(Section):
@@ -63,6 +58,10 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: NonNegativeInt = Field(default=0, description="0: off")
+    logprobs: Literal["renormalised", "full"] = Field(
+        default="renormalised",
+        description="what the engine reports under top_p or top_k: of the distribution drawn from, or of the one before",
+    )
     stop_token_ids: list[NonNegativeInt] = Field(default=[], description="beside the tokenizer's end of sequence")
     max_batch: PositiveInt = Field(default=1024, description="sequences that generate at once on one data-parallel rank")
 
@@ -71,25 +70,10 @@ class RolloutSection(Section):
         """Sequences a step."""
         return self.prompts * self.responses
 
-
-class AlgorithmSection(Section):
-    name: Literal["grpo", "gspo"] = "gspo"
-    minibatches: PositiveInt = Field(default=4, description="updates a rollout batch is split into")
-    epochs: PositiveInt = Field(default=1, description="passes over a rollout batch")
-    clip_low: PositiveFloat | None = Field(
-        default=None, lt=1, description="none: the algorithm's default (grpo 0.2, gspo 3e-4)"
-    )
-    clip_high: PositiveFloat | None = Field(default=None, description="none: the algorithm's default (grpo 0.27, gspo 4e-4)")
-    advantage_std: bool = Field(default=True, description="divide by the group's standard deviation (off: Dr. GRPO)")
-    kl_coefficient: NonNegativeFloat = Field(default=0.0, description="0: no reference model")
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_target: PositiveFloat | None = Field(
-        default=None, description="mean KL that an adaptive coefficient aims at; none: fixed"
-    )
-    kl_horizon: PositiveFloat = Field(
-        default=10000.0, description="sequences over which the adaptive coefficient moves by its error"
-    )
-    microbatch_tokens: PositiveInt = Field(default=4096, description="tokens a microbatch holds at most")
+    @property
+    def is_restricted(self) -> bool:
+        """Whether it draws from less than the whole distribution."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 class ReplaySection(Section):
@@ -169,6 +153,8 @@ class RunConfig(Section):
     task: TaskSection = TaskSection()
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
+    shaping: ShapingSection = ShapingSection()
     replay: ReplaySection = ReplaySection()
     drift: DriftSection = DriftSection()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -184,6 +170,16 @@ class RunConfig(Section):
                 f"algorithm.minibatches={self.algorithm.minibatches}: must divide the batch of rollout.prompts="
                 f"{self.rollout.prompts} x rollout.responses={self.rollout.responses} = {self.rollout.batch} sequences"
             )
+        if self.rollout.responses == 1 and self._compares_responses():
+            raise ValueError(
+                f"rollout.responses=1: algorithm.name={self.algorithm.name} compares the responses to a prompt; must be at "
+                "least 2 (ppo and reinforce_plus_plus do without)"
+            )
+        if self.overlong_buffer >= self.rollout.max_response_tokens:
+            raise ValueError(
+                f"shaping.overlong_buffer={self.overlong_buffer}: must be below rollout.max_response_tokens="
+                f"{self.rollout.max_response_tokens}"
+            )
         if self.model.router_fusion and (reason := self._asks_of_routers()):
             raise ValueError(
                 f"model.router_fusion=true: the fused router chooses by itself and shows nothing, so {reason} would do "
@@ -196,8 +192,21 @@ class RunConfig(Section):
             )
         return self
 
+    def _compares_responses(self) -> bool:
+        return self.algorithm.estimator not in ("batch", "gae") or self.algorithm.samples_dynamically
+
+    @property
+    def overlong_buffer(self) -> int:
+        """Tokens of the overlong penalty's zone; 0: no such penalty."""
+        if self.shaping.overlong_buffer is not None:
+            return self.shaping.overlong_buffer
+        share = self.algorithm.spec.overlong_share
+        return max(1, int(share * self.rollout.max_response_tokens)) if share and self.rollout.max_response_tokens > 1 else 0
+
     def _asks_of_routers(self) -> str | None:
         """The setting that needs routers which can be observed or replayed."""
+        if self.algorithm.router_shift:
+            return "algorithm.router_shift=true"
         if self.replay.mode != "off":
             return f"replay.mode={self.replay.mode}"
         if self.drift.enabled:

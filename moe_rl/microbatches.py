@@ -8,7 +8,7 @@ from torch import Tensor
 from models.model import MoEModel
 from models.routing import Replay
 from models.stream import Stream, pack_sequences
-from moe_rl.algorithms import Denominators
+from moe_rl.algorithms.base import Denominators
 from moe_rl.batching import assign_to_ranks, pack
 from moe_rl.drift.observe import PassRecord
 
@@ -39,11 +39,15 @@ class Prepared:
     """A microbatch with what its loss needs beside the live log-probabilities. T its response tokens, B its sequences."""
 
     microbatch: Microbatch
-    advantages: Tensor  # [B]
     sequence: Tensor  # [T], which of the B
     rollout_logprobs: Tensor  # [T]
-    old_logprobs: Tensor | None = None  # [T], on the last stage
+    advantages: Tensor  # [T]; where they differ within a sequence, on the last stage alone
+    old_logprobs: Tensor | None = None  # [T], on the last stage, as what follows
     ref_logprobs: Tensor | None = None
+    weights: Tensor | None = None  # of the correction between engine and trainer
+    log_router_shift: Tensor | None = None  # of the weights before this update
+    old_values: Tensor | None = None  # of the critic before the step's updates
+    returns: Tensor | None = None  # that it learns
     rollout_routes: Tensor | None = None  # [T / tensor, L here, K]; where the engine recorded them
     old: PassRecord | None = None
     replay: Replay | None = None  # what the update must choose

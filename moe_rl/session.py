@@ -48,7 +48,12 @@ class Session:
         stops = frozenset([self.tokenizer.eos_id, *rollout.stop_token_ids])
         greedy = temperature == 0
         return Sampling(
-            rollout.max_response_tokens, temperature, 1.0 if greedy else rollout.top_p, 0 if greedy else rollout.top_k, stops
+            rollout.max_response_tokens,
+            temperature,
+            1.0 if greedy else rollout.top_p,
+            0 if greedy else rollout.top_k,
+            stops,
+            rollout.logprobs == "full",
         )
 
 

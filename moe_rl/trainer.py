@@ -1,25 +1,26 @@
-"""The RL loop: rollout -> reward -> advantage -> old log-probabilities -> minibatch updates -> drift -> save -> log."""
+"""The RL loop: rollout -> reward -> old log-probabilities -> advantage -> minibatch updates -> drift -> save -> log."""
 
 import json
 from dataclasses import replace
 
-import torch
-
 from models.optimizer import Optimizer
 from moe_rl import checkpoint, rundir, summary
-from moe_rl.advantages import group_advantages
-from moe_rl.algorithms import KLTerm, clip_warning
 from moe_rl.algorithms.kl import next_coefficient
+from moe_rl.algorithms.loss import KLTerm
 from moe_rl.checkpoint import Progress
 from moe_rl.collectives import from_main
 from moe_rl.config import ReplaySection, RunConfig
+from moe_rl.credit import Credit
+from moe_rl.critic import Critic
 from moe_rl.data import ProblemOrder
 from moe_rl.drift.instruments import Instruments, Look
 from moe_rl.drift.watch import Watch, alarm_metrics
 from moe_rl.evaluation import evaluate_policy
+from moe_rl.notes import notes
 from moe_rl.reference import Reference
-from moe_rl.replay import ReplayPolicy, replay_note
-from moe_rl.rollouts.collect import Batch, collect, reward_metrics
+from moe_rl.replay import ReplayPolicy
+from moe_rl.rollouts.collect import reward_metrics
+from moe_rl.rollouts.step import Sampled, sample_step
 from moe_rl.session import Session, opened
 from moe_rl.sft import supervise
 from moe_rl.stopwatch import Stopwatch
@@ -41,20 +42,21 @@ class Trainer:
     def __init__(self, session: Session) -> None:
         self.session, self.config = session, session.config
         self.update = PolicyUpdate(
-            session.model, self.config.algorithm, self.config.rollout.temperature, self.config.drift, self.config.replay
+            session.model, self.config.algorithm, self.config.rollout, self.config.drift, self.config.replay
         )
+        self.credit = Credit(self.config, session.groups)
         self.instruments = Instruments(self.update, self.config)
         self.order = ProblemOrder(session.task.train, self.config.run.seed, "train")
         self.progress = Progress(0, 0, 0, kl_coefficient=self.config.algorithm.kl_coefficient)
         self.reference: Reference | None = None
+        self.critic: Critic | None = None
         self.optimizer: Optimizer
         self.watch = Watch(self.config.drift.watch)
         self.checkpoints = self.config.directory / "checkpoints"
 
     def run(self) -> None:
-        for warning in (clip_warning(self.config.algorithm), replay_note(self.config.replay, self.config.algorithm)):
-            if warning:
-                self.session.say(f"note: {warning}")
+        for note in notes(self.config):
+            self.session.say(f"note: {note}")
         self.begin()
         for step in range(self.progress.step + 1, self.config.run.steps + 1):
             metrics = self.step(step)
@@ -77,8 +79,8 @@ class Trainer:
         found = checkpoint.newest(self.checkpoints)
         if found is not None:
             self._prepare_reference(saved=True)
-            self._make_optimizer()
-            self.progress = checkpoint.load(found, session.model, self.optimizer)
+            self._make_optimizers()
+            self.progress = checkpoint.load(found, session.model, self.optimizer, self.critic and self.critic.state)
             if self.progress.watch:
                 self.watch = Watch.restore(self.config.drift.watch, json.loads(self.progress.watch))
             if self.progress.replay:
@@ -100,15 +102,19 @@ class Trainer:
             session.say(f"warm start: {config.sft.steps} supervised steps")
             supervise(session)
         self._prepare_reference(saved=False)
-        self._make_optimizer()
+        self._make_optimizers()
         session.log(0, evaluate_policy(session), "train")
         if config.sft.steps:
             self.save()  # so that a warm start is made once
 
-    def _make_optimizer(self) -> None:
-        algorithm = self.config.algorithm
-        updates = self.config.run.steps * algorithm.minibatches * algorithm.epochs
-        self.optimizer = self.session.model.optimizer(self.config.optimizer, max(1, updates))
+    def _make_optimizers(self) -> None:
+        """Of the policy, and the critic where there is one, with its own."""
+        config, algorithm = self.config, self.config.algorithm
+        steps = max(1, config.run.steps - (config.critic.warmup_steps if algorithm.estimator == "gae" else 0))
+        a_step = algorithm.minibatches * algorithm.epochs
+        self.optimizer = self.session.model.optimizer(config.optimizer, steps * a_step)
+        if algorithm.estimator == "gae":
+            self.critic = Critic(self.session.model, config.critic, config.run.seed, max(1, config.run.steps) * a_step)
 
     def _prepare_reference(self, saved: bool) -> None:
         """The policy that RL starts from, frozen; kept beside the checkpoints so that a continued run has the same."""
@@ -124,77 +130,83 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """One rollout batch and its updates."""
         watch, look = Stopwatch(), self.instruments.plan(step)
-        batch = self.rollout(step, watch, routes=self.update.replay.replays_rollout or look.close)
+        sampled = self.rollout(step, watch, routes=self.update.replay.replays_rollout or look.close)
+        batch = sampled.kept
         if self.session.tracker is not None and _due(self.config.tracking.rollouts_every, step):
             rundir.write_rollouts(self.config.directory, step, batch.rollouts)
-        advantages, metrics = self.advantages(batch)
-        minibatches = self.update.prepare(batch.rollouts, advantages, self.config.run.seed, step, batch.routes)
-        self.instruments.mark(minibatches, look)
-        with watch("old_logprobs"):
-            self.update.score_old(minibatches)
-        with watch("drift"):
-            metrics |= self.instruments.before_updates(minibatches, batch.rollouts, look)
-        if self.reference is not None:
-            with watch("reference"):
-                self.update.score_reference(minibatches, self.reference)
+        minibatches = self.update.prepare(batch.rollouts, self.config.run.seed, step, batch.routes)
+        metrics = reward_metrics(sampled.everything) | sampled.metrics
+        metrics |= self.score(minibatches, batch.rollouts, look, watch)
+        metrics |= self.credit.assign(minibatches, batch.rollouts, self.progress.kl_coefficient)
         lr = self.optimizer.lr
-        updates, found = self.update_policy(minibatches, batch.rollouts, look, watch)
+        updates, found = self.update_models(step, minibatches, batch.rollouts, look, watch)
         with watch("drift"):
             metrics |= found | self.instruments.after_updates(look, self.progress.policy_version)
-        metrics |= reward_metrics(batch) | update_metrics(updates, self.session.groups, self.config.model.moe_layers)
+        metrics |= update_metrics(updates, self.session.groups, self.config.model.moe_layers)
         metrics["optimizer/lr"] = lr
         if self.reference is not None:
             metrics["kl/coefficient"] = self.progress.kl_coefficient
         self.progress = replace(
             self.progress,
             step=step,
-            position=self.progress.position + self.config.rollout.prompts,
+            position=self.progress.position + sampled.problems,
             policy_version=self.progress.policy_version + len(updates),
             kl_coefficient=self.next_kl_coefficient(metrics),
         )
         times = watch.metrics()
-        return metrics | times | {"time/rollout_tokens_per_second": batch.tokens / times["time/rollout_seconds"]}
+        return metrics | times | {"time/rollout_tokens_per_second": sampled.everything.tokens / times["time/rollout_seconds"]}
 
-    def rollout(self, step: int, watch: Stopwatch, *, routes: bool) -> Batch:
-        section = self.config.rollout
-        return collect(
-            self.session,
-            self.order.take(self.progress.position, section.prompts),
-            section.responses,
-            self.session.sampling(section.temperature),
-            "train",
-            step,
-            watch,
-            routes=routes,
+    def rollout(self, step: int, watch: Stopwatch, *, routes: bool) -> Sampled:
+        position = self.progress.position
+        return sample_step(
+            self.session, lambda first, count: self.order.take(position + first, count), step, watch, routes=routes
         )
 
-    def advantages(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        rewards = torch.tensor([r.reward for r in batch.rollouts], dtype=torch.float32)
-        group = torch.arange(len(rewards)) // self.config.rollout.responses
-        advantages, metrics = group_advantages(rewards, group, std=self.config.algorithm.advantage_std)
-        return advantages, metrics.means()
+    def score(self, minibatches: list[Minibatch], rollouts: list[Rollout], look: Look, watch: Stopwatch) -> dict[str, float]:
+        """The passes without gradients: the policy that sampled, its drift so far, the reference, the critic."""
+        self.instruments.mark(minibatches, look)
+        with watch("old_logprobs"):
+            self.update.score_old(minibatches)
+            metrics = self.update.correct(minibatches)
+        with watch("drift"):
+            metrics |= self.instruments.before_updates(minibatches, rollouts, look)
+        if self.reference is not None:
+            with watch("reference"):
+                self.update.score_reference(minibatches, self.reference)
+        if self.critic is not None:
+            with watch("critic"):
+                self.critic.score(minibatches)
+        return metrics
 
-    def update_policy(
-        self, minibatches: list[Minibatch], rollouts: list[Rollout], look: Look, watch: Stopwatch
+    def update_models(
+        self, step: int, minibatches: list[Minibatch], rollouts: list[Rollout], look: Look, watch: Stopwatch
     ) -> tuple[list[Updated], dict[str, float]]:
-        """One optimizer step a minibatch and epoch, and what the instruments saw around them."""
+        """One optimizer step a minibatch and epoch, of policy and critic, and what the instruments saw around the policy's."""
         section = self.config.algorithm
-        kl = KLTerm(section.kl_estimator, self.progress.kl_coefficient) if self.reference is not None else None
+        kl = None
+        if self.reference is not None and not section.kl_in_reward:
+            kl = KLTerm(section.estimates_kl, self.progress.kl_coefficient)
+        learns = self.critic is None or step > self.config.critic.warmup_steps
         updates: list[Updated] = []
         found: dict[str, float] = {}
         for number, minibatch in enumerate(minibatches * section.epochs):
             last = number == section.epochs * len(minibatches) - 1
+            if self.critic is not None:
+                with watch("critic"):
+                    self.critic.step(minibatch)
+            if not learns:
+                continue
             with watch("drift"):
                 other = self.instruments.before_update(minibatch, rollouts, look, last)
             with watch("update"):
-                updates.append(self.update.step(minibatch, self.optimizer, kl))
+                updates.append(self.update.step(minibatch, self.optimizer, kl, moved=number > 0))
             with watch("drift"):
                 found |= self.instruments.after_update(minibatch, rollouts, look, other)
-        return updates, found
+        return updates, found | (self.critic.metrics() if self.critic is not None else {})
 
     def next_kl_coefficient(self, metrics: dict[str, float]) -> float:
         section, now = self.config.algorithm, self.progress.kl_coefficient
-        if self.reference is None or section.kl_target is None:
+        if self.reference is None or section.kl_target is None or "kl/ref" not in metrics:
             return now
         return next_coefficient(now, metrics["kl/ref"], section.kl_target, section.kl_horizon, self.config.rollout.batch)
 
@@ -214,7 +226,8 @@ class Trainer:
     def save(self, *, pinned: bool = False) -> None:
         """pinned: what an alarm asked for stays, however many follow."""
         keep = self.config.checkpoint.keep
-        checkpoint.save(self.checkpoints, self.progress, self.session.model, self.optimizer, keep, pinned=pinned)
+        critic = self.critic and self.critic.state
+        checkpoint.save(self.checkpoints, self.progress, self.session.model, self.optimizer, keep, pinned=pinned, critic=critic)
 
     def end(self) -> None:
         """Evaluates what came out, unless that was done, and shows the table."""

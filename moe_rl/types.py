@@ -23,20 +23,23 @@ class Problem:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine draws tokens. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """How an engine draws tokens. temperature 0 is greedy; top_k 0 and top_p 1 are off. full_logprobs: log-probabilities are
+    reported of the distribution before top-k and top-p, as the trainer computes them, instead of the one drawn from."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    full_logprobs: bool = False
 
 
 @dataclass(frozen=True)
 class Response:
     """What an engine returns for one request.
 
-    logprobs: of the distribution really sampled from (after temperature, top-k and top-p), one a token.
+    logprobs: of the distribution really sampled from (after temperature, top-k and top-p), one a token; with
+    Sampling.full_logprobs of the one before top-k and top-p.
     routes: [prompt + response - 1, L, K] expert ids of every token that entered the model (the last never does), of the MoE
     layers that this rank's pipeline stage owns; -1 where the engine does not know. Small integers; they stay on the rank.
     """

@@ -1,7 +1,7 @@
 """The update of the policy from a scored rollout batch: old log-probabilities, then one optimizer step a minibatch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,14 @@ from torch import Tensor
 from models.model import Loss, MoEModel, Scores
 from models.optimizer import Optimizer
 from models.routing import Replay
-from moe_rl.algorithms import ALGORITHMS, Denominators, KLTerm, LossInputs, clip_range
+from moe_rl.algorithms.base import Denominators, LossInputs
+from moe_rl.algorithms.config import AlgorithmSection
+from moe_rl.algorithms.diagnostics import derived_ratio_metrics
+from moe_rl.algorithms.loss import KLTerm, LossSettings, policy_loss
 from moe_rl.batching import split_minibatches
 from moe_rl.collectives import reduce_drift, reduce_metrics
-from moe_rl.config import AlgorithmSection, DriftSection, ReplaySection
+from moe_rl.config import DriftSection, ReplaySection, RolloutSection
+from moe_rl.corrections import correction_weights
 from moe_rl.drift.observe import Compared, RouteObserver
 from moe_rl.drift.sums import DriftSums, to_metrics
 from moe_rl.metrics import Metrics
@@ -29,6 +33,7 @@ from moe_rl.replay import (
     spread_filler,
     stream_routes,
 )
+from moe_rl.router_shift import measure_router_shift
 from moe_rl.types import Rollout
 from parallel.groups import Groups
 
@@ -51,19 +56,19 @@ class PolicyUpdate:
         self,
         model: MoEModel,
         algorithm: AlgorithmSection,
-        temperature: float,
+        rollout: RolloutSection,
         drift: DriftSection,
         replay: ReplaySection,
     ) -> None:
-        self.model, self.algorithm, self.temperature = model, algorithm, temperature
+        self.model, self.algorithm, self.temperature = model, algorithm, rollout.temperature
         self.drift, self.replay = drift, ReplayPolicy(replay)
-        self.observer = RouteObserver(model, drift.scores_share if drift.enabled else 0.0)
-        self.loss, self.clip = ALGORITHMS[algorithm.name].loss, clip_range(algorithm)
+        share = 1.0 if algorithm.router_shift else drift.scores_share if drift.enabled else 0.0
+        self.observer = RouteObserver(model, share)
+        self.settings = LossSettings.of(algorithm, rollout.max_response_tokens)
 
-    def prepare(
-        self, rollouts: Sequence[Rollout], advantages: Tensor, seed: int, step: int, routes: Routes | None = None
-    ) -> list[Minibatch]:
-        """Cuts the batch into minibatches and microbatches; their shape is the same for every pass of the step.
+    def prepare(self, rollouts: Sequence[Rollout], seed: int, step: int, routes: Routes | None = None) -> list[Minibatch]:
+        """Cuts the batch into minibatches and microbatches; their shape is the same for every pass of the step. Advantages
+        are still 0.
 
         routes: what the engine recorded of the rollouts sampled here. Raises ValueError where replay needs one that is
         missing or no valid choice.
@@ -75,7 +80,7 @@ class PolicyUpdate:
             minibatches.append(
                 Minibatch(
                     places,
-                    [self._prepare(m, rollouts, advantages) for m in microbatches],
+                    [self._prepare(m, rollouts) for m in microbatches],
                     Denominators(len(places), sum(len(sequences[i].response_ids) for i in places)),
                     sum(sequences[i].entering for i in places),
                 )
@@ -101,14 +106,15 @@ class PolicyUpdate:
             stream, config = part.microbatch.stream, model.config
             part.rollout_routes = stream_routes(stream, members, here, config.topk, config.experts, len(model.moe_layers))
 
-    def _prepare(self, microbatch: Microbatch, rollouts: Sequence[Rollout], advantages: Tensor) -> Prepared:
+    def _prepare(self, microbatch: Microbatch, rollouts: Sequence[Rollout]) -> Prepared:
         device, members = self.model.device, [rollouts[i].response for i in microbatch.members]
         lengths = torch.tensor([len(response.token_ids) for response in members], dtype=torch.int64)
+        rollout = torch.tensor([p for r in members for p in r.logprobs], dtype=torch.float32, device=device)
         return Prepared(
             microbatch,
-            advantages=advantages[microbatch.members].to(device),
             sequence=torch.arange(len(members)).repeat_interleave(lengths).to(device),
-            rollout_logprobs=torch.tensor([p for r in members for p in r.logprobs], dtype=torch.float32, device=device),
+            rollout_logprobs=rollout,
+            advantages=torch.zeros_like(rollout),
         )
 
     def score_old(self, minibatches: Sequence[Minibatch]) -> None:
@@ -118,7 +124,8 @@ class PolicyUpdate:
         if self.replay.replays_rollout:
             replay = [self._forced(i, part, part.rollout_routes) for i, part in enumerate(parts)]
         for i, (part, scores) in enumerate(self._score(parts, replay)):
-            if self.drift.enabled or self.replay.replays_old:  # else nobody looks, and a fused router shows nothing
+            # else nobody looks, and a fused router shows nothing
+            if self.drift.enabled or self.replay.replays_old or self.algorithm.router_shift:
                 part.old = self.observer.record(part.microbatch.stream)
             if self.replay.replays_old:
                 assert part.old is not None
@@ -152,11 +159,29 @@ class PolicyUpdate:
         scores = self.model.score([part.microbatch.stream for part in parts], replay)
         return list(zip(parts, scores or [None] * len(parts), strict=True))
 
-    def step(self, minibatch: Minibatch, optimizer: Optimizer, kl: KLTerm | None) -> Updated:
-        """Forward, backward, optimizer step on one minibatch."""
+    def correct(self, minibatches: Sequence[Minibatch]) -> dict[str, float]:
+        """Weights for what engine and trainer disagree by, and their metrics (collective)."""
+        if self.algorithm.correction.mode == "off":
+            return {}
+        metrics = Metrics() if self.model.groups.is_last_stage else None
+        for part in (part for minibatch in minibatches for part in minibatch.parts):
+            if part.old_logprobs is None:
+                continue
+            mask, sequences = torch.ones_like(part.sequence, dtype=torch.bool), len(part.microbatch.members)
+            part.weights, found = correction_weights(
+                part.old_logprobs, part.rollout_logprobs, part.sequence, sequences, mask, self.algorithm.correction
+            )
+            assert metrics is not None
+            metrics.merge(found)
+        return reduce_metrics(metrics, self.model.groups)
+
+    def step(self, minibatch: Minibatch, optimizer: Optimizer, kl: KLTerm | None, *, moved: bool = True) -> Updated:
+        """Forward, backward, optimizer step on one minibatch. moved: whether the weights differ from those of the old pass."""
+        replay = [part.replay for part in minibatch.parts if part.replay is not None] or None
+        if self.algorithm.router_shift and moved:
+            measure_router_shift(self.observer, minibatch.parts, replay, self.algorithm.router_shift_floor)
         optimizer.zero_grad()
         losses = [self._loss(part, minibatch.denominators, kl) for part in minibatch.parts]
-        replay = [part.replay for part in minibatch.parts if part.replay is not None] or None
         results = self.model.accumulate_gradients(minibatch.streams, losses, minibatch.tokens, replay)
         metrics = None
         if results:
@@ -169,17 +194,18 @@ class PolicyUpdate:
     def _loss(self, part: Prepared, denominators: Denominators, kl: KLTerm | None) -> Loss:
         def loss(scores: Scores) -> tuple[Tensor, Metrics]:
             part.train_logprobs = scores.logprobs.detach()
-            return self.loss(_loss_inputs(part, scores.logprobs, scores.entropy.detach()), self.clip, denominators, kl)
+            entropy = scores.entropy if self.settings.entropy_coefficient else scores.entropy.detach()
+            return policy_loss(_loss_inputs(part, scores.logprobs, entropy), self.settings, denominators, kl)
 
         return loss
 
     def gradient_cut(self, part: Prepared, denominators: Denominators) -> Tensor:
-        """[T] tokens from which the loss (without its KL term) took the gradient in the last update. On the last stage."""
+        """[T] tokens from which the objective took the gradient in the last update. On the last stage."""
         assert part.train_logprobs is not None
         leaf = part.train_logprobs.clone().requires_grad_()
-        value, _ = self.loss(_loss_inputs(part, leaf), self.clip, denominators, None)
+        value, _ = policy_loss(_loss_inputs(part, leaf), replace(self.settings, entropy_coefficient=0.0), denominators)
         (gradient,) = torch.autograd.grad(value, leaf)
-        return (gradient == 0) & (part.advantages[part.sequence] != 0)
+        return (gradient == 0) & (part.advantages != 0)
 
     def _replayed(self, minibatch: Minibatch) -> Tensor:
         counts = torch.stack([count_replayed(stream, self.model.moe_layers) for stream in minibatch.streams]).sum(0)
@@ -206,7 +232,10 @@ def _loss_inputs(part: Prepared, train_logprobs: Tensor, entropy: Tensor | None 
         old_logprobs=part.old_logprobs,
         advantages=part.advantages,
         sequence=part.sequence,
+        sequences=len(part.microbatch.members),
         mask=torch.ones_like(part.sequence, dtype=torch.bool),
+        weights=part.weights,
+        log_router_shift=part.log_router_shift,
         ref_logprobs=part.ref_logprobs,
         rollout_logprobs=part.rollout_logprobs,
         entropy=entropy,
@@ -214,7 +243,9 @@ def _loss_inputs(part: Prepared, train_logprobs: Tensor, entropy: Tensor | None 
 
 
 def update_metrics(updates: Sequence[Updated], groups: Groups, layers: Sequence[int]) -> dict[str, float]:
-    """Of all updates of a step (collective): sums reduced over ranks, then divided."""
+    """Of all updates of a step (collective): sums reduced over ranks, then divided. Nothing where there was no update."""
+    if not updates:
+        return {}
     merged = None
     for update in updates:
         if update.metrics is not None:
@@ -222,6 +253,7 @@ def update_metrics(updates: Sequence[Updated], groups: Groups, layers: Sequence[
             merged.merge(update.metrics)
     norms = [update.grad_norm for update in updates]
     metrics = reduce_metrics(merged, groups)
+    metrics |= derived_ratio_metrics(metrics)
     metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/grad_norm_max": max(norms)}
     if replayed := [update.replayed for update in updates if update.replayed is not None]:
         counts = torch.stack(replayed)

@@ -14,12 +14,15 @@ and no importance weight corrects for that here (as in GRPO).
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.algorithms.base import LOG_RATIO_BOUND, Estimator
+from moe_rl.algorithms.base import LOG_RATIO_BOUND
+
+Estimator = Literal["k1", "k2", "k3"]
 
 # Ziegler et al. (arXiv 1909.08593, section 2.2) clip the proportional error to this.
 _ERROR_LIMIT = 0.2

@@ -215,6 +215,7 @@ class Instruments:
             "rollout_logprob": part.rollout_logprobs,
             "old_logprob": part.old_logprobs,
             "train_logprob": part.train_logprobs,
+            "advantage": part.advantages,
             "other_logprob": blank,
         }
         clipped = self.update.gradient_cut(part, minibatch.denominators)

@@ -129,11 +129,13 @@ def token_pieces(part: Prepared, wanted: Collection[int], clipped: Tensor, colum
         rows[name][response] = values.detach().float().cpu()
     pieces: Pieces = {i: {} for i in members if i in wanted}
     for name, values in rows.items():
-        for place, (i, found) in enumerate(zip(members, values[: stream.real].split(stream.lengths), strict=True)):
+        for i, found in zip(members, values[: stream.real].split(stream.lengths), strict=True):
             if i in pieces:
                 pieces[i][name] = found.numpy()
                 pieces[i]["sample"] = np.full(len(found), i, dtype=np.int32)
-                pieces[i]["advantage"] = np.full(len(found), float(part.advantages[place]), dtype=np.float32)
+    for columns_of in pieces.values():  # a prompt's tokens stand with the first of the response
+        advantage, answers = columns_of["advantage"], columns_of["response"]
+        columns_of["advantage"] = np.where(answers, advantage, advantage[answers][0]).astype(np.float32)
     return pieces
 
 

@@ -5,16 +5,14 @@ Why each default is what it is, and what was measured with it: docs/stability_wa
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from moe_rl.section import Section
 
 Action = Literal["off", "log", "save", "stop", "replay"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RuleSection(_Section):
+class RuleSection(Section):
     """What every rule has."""
 
     threshold: NonNegativeFloat
@@ -91,7 +89,7 @@ class DeadExpertsRule(RuleSection):
     window: PositiveInt = Field(default=5, description="steps averaged")
 
 
-class WatchSection(_Section):
+class WatchSection(Section):
     """The rules, by the names that alarms carry."""
 
     enabled: bool = Field(default=True, description="look for signs of instability in the metrics of every step")

@@ -34,8 +34,10 @@ def collect(
     watch: Stopwatch,
     *,
     routes: bool = False,
+    first: int = 0,
 ) -> Batch:
-    """Samples `responses` responses to each problem and scores them (collective). `purpose` and `step` seed the samples.
+    """Samples `responses` responses to each problem and scores them (collective). `purpose`, `step` and a response's number
+    seed it; `first`: the number of the first one.
 
     routes: have the engine record them. Raises ValueError where it did not, or not rightly.
     """
@@ -44,7 +46,7 @@ def collect(
     mine = range(len(problems) * responses)[groups.data.rank :: groups.data.size]
     seed = session.config.run.seed
     with watch("rollout"):
-        requests = [Request(prompts[i // responses], sample_seed(seed, purpose, step, i)) for i in mine]
+        requests = [Request(prompts[i // responses], sample_seed(seed, purpose, step, first + i)) for i in mine]
         sampled = session.engine.generate(requests, sampling, routes=routes)
         kept = _take_routes(session, mine, requests, sampled) if routes else None
         sampled = [replace(response, routes=None) for response in sampled]  # they are not for every rank

@@ -11,8 +11,9 @@ def draw(
     logits: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"], sampling: Sampling
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
     """One token a row by inverse transform sampling, and its log-probability (nats, float32) under the distribution drawn
-    from: temperature first, then top-k, then top-p of what is left, renormalised. Temperature 0 takes the largest logit
-    (log-probability 0). Ties of the k-th logit all stay; the token that reaches top-p stays.
+    from: temperature first, then top-k, then top-p of what is left, renormalised; with sampling.full_logprobs that before
+    top-k and top-p. Temperature 0 takes the largest logit (log-probability 0). Ties of the k-th logit all stay; the token that
+    reaches top-p stays.
     """
     if sampling.temperature == 0:
         best = logits.argmax(dim=-1)
@@ -25,7 +26,8 @@ def draw(
     point = uniforms.double()[:, None] * cumulative[:, -1:]
     # right: a uniform of exactly 0 must not land on a leading token of probability 0
     tokens = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    reported = logits.log_softmax(dim=-1) if sampling.full_logprobs else logprobs
+    return tokens[:, 0], reported.gather(1, tokens)[:, 0]
 
 
 def _restrict(logits: Tensor, sampling: Sampling) -> Tensor:
