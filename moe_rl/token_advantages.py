@@ -13,16 +13,16 @@ class Moments(NamedTuple):
 
     total: float
     squares: float
-    count: float
+    number: float
 
     @property
     def mean(self) -> float:
-        return self.total / max(self.count, 1)
+        return self.total / max(self.number, 1)
 
     @property
     def std(self) -> float:
-        """Divides by the count."""
-        return max(self.squares / max(self.count, 1) - self.mean**2, 0.0) ** 0.5
+        """Divides by their number."""
+        return max(self.squares / max(self.number, 1) - self.mean**2, 0.0) ** 0.5
 
 
 def token_rewards(

@@ -14,25 +14,16 @@ from moe_rl.algorithms.base import Denominators, LossInputs
 from moe_rl.algorithms.config import AlgorithmSection
 from moe_rl.algorithms.diagnostics import derived_ratio_metrics
 from moe_rl.algorithms.loss import KLTerm, LossSettings, policy_loss
-from moe_rl.batching import split_minibatches
 from moe_rl.collectives import reduce_drift, reduce_metrics
 from moe_rl.config import DriftSection, ReplaySection, RolloutSection
 from moe_rl.corrections import correction_weights
 from moe_rl.drift.observe import Compared, RouteObserver
 from moe_rl.drift.sums import DriftSums, to_metrics
 from moe_rl.metrics import Metrics
-from moe_rl.microbatches import Microbatch, Minibatch, Prepared, Scored, cut
+from moe_rl.microbatches import Minibatch, Prepared
+from moe_rl.preparation import lay_out, prepare
 from moe_rl.reference import Reference
-from moe_rl.replay import (
-    ReplayPolicy,
-    Routes,
-    check_engine_records,
-    count_replayed,
-    exchange_routes,
-    replay_metrics,
-    spread_filler,
-    stream_routes,
-)
+from moe_rl.replay import ReplayPolicy, Routes, check_engine_records, count_replayed, replay_metrics, spread_filler
 from moe_rl.router_shift import measure_router_shift
 from moe_rl.types import Rollout
 from parallel.groups import Groups
@@ -67,55 +58,20 @@ class PolicyUpdate:
         self.settings = LossSettings.of(algorithm, rollout.max_response_tokens)
 
     def prepare(self, rollouts: Sequence[Rollout], seed: int, step: int, routes: Routes | None = None) -> list[Minibatch]:
-        """Cuts the batch into minibatches and microbatches; their shape is the same for every pass of the step. Advantages
-        are still 0.
+        """The batch as minibatches and microbatches, advantages still 0; their shape is the same for every pass of the step.
 
         routes: what the engine recorded of the rollouts sampled here. Raises ValueError where replay needs one that is
         missing or no valid choice.
         """
-        sequences = [Scored(r.prompt_ids, r.response.token_ids) for r in rollouts]
-        minibatches = []
-        for places in split_minibatches(len(rollouts), self.algorithm.minibatches, seed, step):
-            microbatches = cut(self.model, sequences, places, self.algorithm.microbatch_tokens, self.temperature)
-            minibatches.append(
-                Minibatch(
-                    places,
-                    [self._prepare(m, rollouts) for m in microbatches],
-                    Denominators(len(places), sum(len(sequences[i].response_ids) for i in places)),
-                    sum(sequences[i].entering for i in places),
-                )
-            )
+        minibatches = prepare(self.model, rollouts, self.algorithm, self.temperature, seed, step)
         parts = [part for minibatch in minibatches for part in minibatch.parts]
         for part in parts:
             self.observer.mark(part.microbatch.stream, step)
         if routes is not None:
-            self._lay_out(parts, routes)
+            lay_out(self.model, parts, routes)
         elif self.replay.replays_rollout:
             raise ValueError("replay.mode=r3: the rollout engine recorded no routes")
         return minibatches
-
-    def _lay_out(self, parts: Sequence[Prepared], routes: Routes) -> None:
-        """Brings each sample's rollout routes to the ranks that train on it, laid out like the stream's tokens."""
-        model = self.model
-        mine = [i for part in parts for i in part.microbatch.members]
-        here = exchange_routes(routes, mine, model.groups, model.device)
-        for part in parts:
-            members = part.microbatch.members
-            if lacking := [i for i in members if i not in here]:
-                raise ValueError(f"rollout routes, sample {lacking[0]}: no rank has them")
-            stream, config = part.microbatch.stream, model.config
-            part.rollout_routes = stream_routes(stream, members, here, config.topk, config.experts, len(model.moe_layers))
-
-    def _prepare(self, microbatch: Microbatch, rollouts: Sequence[Rollout]) -> Prepared:
-        device, members = self.model.device, [rollouts[i].response for i in microbatch.members]
-        lengths = torch.tensor([len(response.token_ids) for response in members], dtype=torch.int64)
-        rollout = torch.tensor([p for r in members for p in r.logprobs], dtype=torch.float32, device=device)
-        return Prepared(
-            microbatch,
-            sequence=torch.arange(len(members)).repeat_interleave(lengths).to(device),
-            rollout_logprobs=rollout,
-            advantages=torch.zeros_like(rollout),
-        )
 
     def score_old(self, minibatches: Sequence[Minibatch]) -> None:
         """Log-probabilities and routes under the weights that sampled: the baseline of ratios and of drift."""

@@ -18,11 +18,11 @@ from moe_rl.algorithms.table import Aggregation
 
 
 class Total(NamedTuple):
-    """Of one microbatch. value / denominator, summed over microbatches and ranks, is the global number; count: how much of
+    """Of one microbatch. value / denominator, summed over microbatches and ranks, is the global number; counted: how much of
     the denominator is here."""
 
     value: Float[Tensor, ""]
-    count: Tensor
+    counted: Tensor
     denominator: int | float
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.algorithms.aggregation import aggregate
+from moe_rl.algorithms.aggregation import Total, aggregate
 from moe_rl.algorithms.base import (
     ClipRange,
     Constants,
@@ -83,26 +84,23 @@ def policy_loss(
         weights = inputs.weights.detach()
         terms = terms * (sequence_means(weights, inputs) if found.by_sequence else weights)
 
-    def total(values: Tensor, by_sequence: bool = False) -> Tensor:
-        result = aggregate(values, inputs, settings.aggregation, settings.length, denominators, by_sequence=by_sequence)
-        counts.append((result.count, result.denominator))
-        return result.value
+    def total(values: Tensor, by_sequence: bool = False) -> Total:
+        return aggregate(values, inputs, settings.aggregation, settings.length, denominators, by_sequence=by_sequence)
 
-    counts: list[tuple[Tensor, int | float]] = []
-    parts = {"loss/policy": -total(terms, found.by_sequence)}
+    policy = total(terms, found.by_sequence)
+    parts = {"loss/policy": -policy.value}
     if kl is not None:
         if inputs.ref_logprobs is None:
             raise ValueError("ref_logprobs: none given, but there is a KL term; must be the reference's log-probabilities")
         log_ratio = log_difference(inputs.train_logprobs, inputs.ref_logprobs.detach(), inputs.mask)
-        parts["loss/kl"] = kl.coefficient * total(ESTIMATORS[kl.estimator](log_ratio))
+        parts["loss/kl"] = kl.coefficient * total(ESTIMATORS[kl.estimator](log_ratio)).value
     if settings.entropy_coefficient:
         if inputs.entropy is None:
             raise ValueError("entropy: none given, but there is a bonus on it; must be that of the next-token distributions")
-        parts["loss/entropy"] = -settings.entropy_coefficient * total(inputs.entropy)
-    value = sum(parts.values(), start=parts["loss/policy"].new_zeros(()))
-    count, denominator = counts[0]
+        parts["loss/entropy"] = -settings.entropy_coefficient * total(inputs.entropy).value
+    value = torch.stack(list(parts.values())).sum()
     metrics = token_metrics(inputs)
     for key, part in {**parts, "loss/total": value}.items():
-        metrics.add(key, part, count)
+        metrics.add(key, part, policy.counted)
     metrics.merge(ratio_metrics(found.ratios, settings.constants.clip))
-    return value / max(denominator, 1), metrics
+    return value / max(policy.denominator, 1), metrics
