@@ -6,19 +6,16 @@ runs/study/study.html. See docs/routing_study.md.
 """
 
 import argparse
-import contextlib
 import itertools
-import multiprocessing
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_rl import config, study, tracking, yaml_text
+from moe_rl import config, study
+from moe_rl.study import grid
 from parallel.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -61,8 +58,8 @@ class Point:
 
 def main() -> int:
     arguments = _parse()
-    grid = itertools.product(arguments.seeds, arguments.minibatches, arguments.lrs, arguments.methods)
-    points = [Point(method, minibatches, lr, seed) for seed, minibatches, lr, method in grid]
+    axes = itertools.product(arguments.seeds, arguments.minibatches, arguments.lrs, arguments.methods)
+    points = [Point(method, minibatches, lr, seed) for seed, minibatches, lr, method in axes]
     try:
         root = _settings([]).run.dir
         directories = [_settings(point.overrides()).directory for point in points]  # before anything is trained
@@ -87,13 +84,13 @@ def main() -> int:
 def _train_all(seeds: Sequence[int], points: Sequence[Point], processes: int) -> dict[str, str]:
     """What failed, by name, and why. Nothing that fails keeps the others from being trained."""
     began, failed = time.monotonic(), {}
-    for seed, done in _as_done(_warm, seeds, processes):
-        if why := _failure(done, _settings(_base(seed)).directory):
+    for seed, done in grid.as_done(_warm, seeds, processes, RUNS_A_WORKER):
+        if why := grid.failure(done, _settings(_base(seed)).directory):
             failed[f"warm start of seed {seed}"] = why
         print(f"warm start of seed {seed}: {why or 'is there'}", flush=True)
     startable = [point for point in points if f"warm start of seed {point.seed}" not in failed]
-    for number, (point, done) in enumerate(_as_done(_run, startable, processes), start=1):
-        if why := _failure(done, _settings(point.overrides()).directory):
+    for number, (point, done) in enumerate(grid.as_done(_run, startable, processes, RUNS_A_WORKER), start=1):
+        if why := grid.failure(done, _settings(point.overrides()).directory):
             failed[point.name] = why
         result = f"failed: {why}" if why else f"pass@1 {done.result():.3f}"
         minutes = (time.monotonic() - began) / 60
@@ -101,62 +98,12 @@ def _train_all(seeds: Sequence[int], points: Sequence[Point], processes: int) ->
     return failed
 
 
-def _as_done[Item, Made](
-    make: Callable[[Item], Made], items: Sequence[Item], processes: int
-) -> Iterator[tuple[Item, "Future[Made]"]]:
-    """Each item as its process is done with it."""
-    for chunk in itertools.batched(items, processes * RUNS_A_WORKER):
-        # spawned, so that no worker inherits a process group
-        with ProcessPoolExecutor(min(processes, len(chunk)), multiprocessing.get_context("spawn")) as pool:
-            futures = {pool.submit(make, item): item for item in chunk}
-            try:
-                for future in as_completed(futures):
-                    yield futures[future], future
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-
-def _failure(done: "Future[float]", directory: Path) -> str:
-    """Why it failed, in one line; nothing where it did not. The whole goes to output.txt."""
-    error = done.exception()
-    if error is None:
-        return ""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "output.txt").open("a", encoding="utf-8") as file:
-        file.writelines(traceback.format_exception(error))
-    return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
-
-
 def _warm(seed: int) -> float:
-    return _trained(_base(seed))
+    return grid.trained(_settings(_base(seed)))
 
 
 def _run(point: Point) -> float:
-    return _trained(point.overrides())
-
-
-def _trained(overrides: list[str]) -> float:
-    """The held-out pass@1 at the end. A run that is not finished begins anew: only its end is saved."""
-    settings = _settings(overrides)
-    if not _finished(settings):
-        from moe_rl.trainer import train
-
-        settings.directory.mkdir(parents=True, exist_ok=True)
-        with (settings.directory / "output.txt").open("a", encoding="utf-8") as file:
-            with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-                train(settings)
-    return tracking.read_summary(settings.directory)["eval/pass_at_1"]
-
-
-def _finished(settings: config.RunConfig) -> bool:
-    """Its end is on record, under the same settings as far as both know them: another version may know more."""
-    path = settings.directory / "config.yaml"
-    if not path.exists() or tracking.read_summary(settings.directory).get("step") != settings.run.steps:
-        return False
-    was, now = yaml_text.parse(path.read_text(encoding="utf-8"), str(path)), yaml_text.parse(config.dump(settings), "config")
-    return all(
-        was[section].get(key, value) == value for section in now if section in was for key, value in now[section].items()
-    )
+    return grid.trained(_settings(point.overrides()))
 
 
 def _settings(overrides: list[str]) -> config.RunConfig:
@@ -170,44 +117,19 @@ def _base(seed: int) -> list[str]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", type=_methods, default=list(METHODS), metavar="A,B", help=f"of {', '.join(METHODS)}")
-    parser.add_argument("--minibatches", type=_integers, default=[1, 2, 4, 8], metavar="N,N", help="updates a step (1,2,4,8)")
+    methods, known = grid.names(list(METHODS)), ", ".join(METHODS)
+    parser.add_argument("--methods", type=methods, default=list(METHODS), metavar="A,B", help=f"of {known}")
     parser.add_argument(
-        "--lrs", type=_numbers, default=[5e-5, 2e-4, 6e-4], metavar="X,X", help="learning rates (5e-5,2e-4,6e-4)"
+        "--minibatches", type=grid.integers, default=[1, 2, 4, 8], metavar="N,N", help="updates a step (1,2,4,8)"
     )
-    parser.add_argument("--seeds", type=_integers, default=[0, 1, 2], metavar="N,N", help="of weights and samples (0,1,2)")
     parser.add_argument(
-        "--processes", type=_count, default=os.cpu_count() or 1, metavar="N", help="runs at a time (a core each)"
+        "--lrs", type=grid.numbers, default=[5e-5, 2e-4, 6e-4], metavar="X,X", help="learning rates (5e-5,2e-4,6e-4)"
+    )
+    parser.add_argument("--seeds", type=grid.integers, default=[0, 1, 2], metavar="N,N", help="of weights and samples (0,1,2)")
+    parser.add_argument(
+        "--processes", type=grid.count, default=os.cpu_count() or 1, metavar="N", help="runs at a time (a core each)"
     )
     return parser.parse_args()
-
-
-def _methods(text: str) -> list[str]:
-    if unknown := [method for method in text.split(",") if method not in METHODS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: must be among {', '.join(METHODS)}")
-    return list(dict.fromkeys(text.split(",")))
-
-
-def _integers(text: str) -> list[int]:
-    return _listed(text, int, "integers")
-
-
-def _numbers(text: str) -> list[float]:
-    return _listed(text, float, "numbers")
-
-
-def _listed[Number](text: str, read: Callable[[str], Number], wanted: str) -> list[Number]:
-    """Each once, in their order."""
-    try:
-        return list(dict.fromkeys(read(part) for part in text.split(",")))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {wanted} with commas between them") from error
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from 1 on")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from moe_rl import config, yaml_text
+from moe_rl.study import grid
 from tests.study_runs import broken, killed
 
 ROOT = Path(__file__).parents[2]
@@ -26,18 +27,18 @@ SCRIPT = loaded()
 
 
 def test_a_failed_run_does_not_hide_the_others(tmp_path: Path) -> None:
-    done = dict(SCRIPT._as_done(broken, [1, 2, 3], 2))
+    done = dict(grid.as_done(broken, [1, 2, 3], 2, 8))
     assert {number: future.result() for number, future in done.items() if number != 2} == {1: 0.25, 3: 0.75}
-    assert SCRIPT._failure(done[1], tmp_path / "one") == ""
+    assert grid.failure(done[1], tmp_path / "one") == ""
     assert not (tmp_path / "one").exists()
-    assert SCRIPT._failure(done[2], tmp_path / "two") == "ValueError: two"
+    assert grid.failure(done[2], tmp_path / "two") == "ValueError: two"
     written = (tmp_path / "two" / "output.txt").read_text()
     assert "in broken" in written and "is out" in written
 
 
 def test_a_killed_process_is_a_failure_and_not_a_wait(tmp_path: Path) -> None:
-    ((_, done),) = SCRIPT._as_done(killed, [9], 1)
-    assert SCRIPT._failure(done, tmp_path).startswith("BrokenProcessPool: ")
+    ((_, done),) = grid.as_done(killed, [9], 1, 8)
+    assert grid.failure(done, tmp_path).startswith("BrokenProcessPool: ")
 
 
 def test_a_run_is_not_made_again_under_the_same_settings(tmp_path: Path) -> None:
@@ -48,23 +49,23 @@ def test_a_run_is_not_made_again_under_the_same_settings(tmp_path: Path) -> None
     assert settings.optimizer.warmup_updates == 8 * 4
     assert str(settings.checkpoint.load) == "runs/study/base-s1"
     settings.directory.mkdir()
-    assert not SCRIPT._finished(settings)
+    assert not grid.finished(settings)
     (settings.directory / "config.yaml").write_text(config.dump(settings))
-    assert not SCRIPT._finished(settings)
+    assert not grid.finished(settings)
     (settings.directory / "summary.json").write_text('{"step": 3')
-    assert not SCRIPT._finished(settings)
+    assert not grid.finished(settings)
     (settings.directory / "summary.json").write_text('{"step": 31}')
-    assert not SCRIPT._finished(settings)
+    assert not grid.finished(settings)
     (settings.directory / "summary.json").write_text(f'{{"step": {settings.run.steps}}}')
-    assert SCRIPT._finished(settings)
+    assert grid.finished(settings)
     # settings that only a later version knows do not count; another value does
     known = yaml_text.parse(config.dump(settings), "")
     del known["drift"]["watch"], known["eval"]
     (settings.directory / "config.yaml").write_text(yaml_text.dump(known))
-    assert SCRIPT._finished(settings)
+    assert grid.finished(settings)
     known["rollout"]["prompts"] += 1
     (settings.directory / "config.yaml").write_text(yaml_text.dump(known))
-    assert not SCRIPT._finished(settings)
+    assert not grid.finished(settings)
 
 
 @pytest.mark.parametrize(

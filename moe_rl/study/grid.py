@@ -1,0 +1,110 @@
+"""Many small runs, each in a process of its own: what is finished is not made again, and what fails hides nothing."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import resource
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from moe_rl import config, tracking, yaml_text
+
+COSTS = "costs.json"  # in a run's directory: what its process needed
+
+
+def as_done[Item, Made](
+    make: Callable[[Item], Made], items: Sequence[Item], processes: int, runs_a_worker: int
+) -> Iterator[tuple[Item, "Future[Made]"]]:
+    """Each item as its process is done with it. runs_a_worker: then a fresh process, since what Megatron keeps of a finished
+    run adds up."""
+    for chunk in itertools.batched(items, processes * runs_a_worker):
+        # spawned, so that no worker inherits a process group
+        with ProcessPoolExecutor(min(processes, len(chunk)), multiprocessing.get_context("spawn")) as pool:
+            futures = {pool.submit(make, item): item for item in chunk}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def failure(done: "Future[float]", directory: Path) -> str:
+    """Why it failed, in one line; nothing where it did not. The whole goes to output.txt."""
+    error = done.exception()
+    if error is None:
+        return ""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "output.txt").open("a", encoding="utf-8") as file:
+        file.writelines(traceback.format_exception(error))
+    return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
+
+
+def trained(settings: config.RunConfig) -> float:
+    """The held-out pass@1 at the end. A run that is not finished begins anew: only its end is saved.
+
+    costs.json gets the CPU seconds of the run and the peak memory of its process so far, in bytes.
+    """
+    if not finished(settings):
+        from moe_rl.trainer import train
+
+        settings.directory.mkdir(parents=True, exist_ok=True)
+        began = time.process_time()
+        with (settings.directory / "output.txt").open("a", encoding="utf-8") as file:
+            with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+                train(settings)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        costs = {"cpu_seconds": time.process_time() - began, "peak_bytes": peak}
+        (settings.directory / COSTS).write_text(json.dumps(costs) + "\n", encoding="utf-8")
+    return tracking.read_summary(settings.directory)["eval/pass_at_1"]
+
+
+def finished(settings: config.RunConfig) -> bool:
+    """Its end is on record, under the same settings as far as both know them: another version may know more."""
+    path = settings.directory / "config.yaml"
+    if not path.exists() or tracking.read_summary(settings.directory).get("step") != settings.run.steps:
+        return False
+    was, now = yaml_text.parse(path.read_text(encoding="utf-8"), str(path)), yaml_text.parse(config.dump(settings), "config")
+    return all(
+        was[section].get(key, value) == value for section in now if section in was for key, value in now[section].items()
+    )
+
+
+def integers(text: str) -> list[int]:
+    """Of a command line: integers with commas between them."""
+    return _listed(text, int, "integers")
+
+
+def numbers(text: str) -> list[float]:
+    """The same for numbers."""
+    return _listed(text, float, "numbers")
+
+
+def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The same for names among `known`."""
+
+    def read(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r}: must be among {', '.join(known)}")
+        return list(dict.fromkeys(text.split(",")))
+
+    return read
+
+
+def count(text: str) -> int:
+    """One integer from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from 1 on")
+    return int(text)
+
+
+def _listed[Number](text: str, read: Callable[[str], Number], wanted: str) -> list[Number]:
+    """Each once, in their order."""
+    try:
+        return list(dict.fromkeys(read(part) for part in text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {wanted} with commas between them") from error

@@ -1,0 +1,124 @@
+"""Every algorithm on one small task, with three seeds: held-out pass@1 before and after, and what a step costs.
+
+Each run has a directory under runs/algorithms. A run whose end is on record under the same settings is not made again, so the
+same command goes on where it was interrupted. The table goes to the terminal and to runs/algorithms/table.md. See
+docs/algorithms.md for what it says and what it does not.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_rl import config
+from moe_rl.algorithms.table import ALGORITHMS
+from moe_rl.study import algorithms, grid
+from parallel.errors import UsageError
+
+ROOT = Path(__file__).parents[1]
+METHODS = {
+    **{name: [f"algorithm.name={name}"] for name in ALGORITHMS},
+    "grpo + r2": ["algorithm.name=grpo", "replay.mode=r2"],
+    "gmpo + router shift (rspo)": ["algorithm.name=gmpo", "algorithm.router_shift=true"],
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run."""
+
+    method: str
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        method = "".join(letter if letter.isalnum() or letter == "_" else "-" for letter in self.method)
+        return f"{method}-lr{self.lr:g}-s{self.seed}"
+
+    def settings(self) -> config.RunConfig:
+        return _settings(
+            [
+                *METHODS[self.method],
+                f"run.name={self.name}",
+                f"run.seed={self.seed}",
+                f"optimizer.lr={self.lr}",
+                f"checkpoint.load={_base(self.seed).directory}",
+                "sft.steps=0",
+            ]
+        )
+
+
+def main() -> int:
+    arguments = _parse()
+    points = [Point(m, lr, seed) for seed in arguments.seeds for m in arguments.methods for lr in arguments.lrs]
+    try:
+        directories = {(point.method, point.lr, point.seed): point.settings().directory for point in points}
+        failed = _train_all(arguments.seeds, points, arguments.processes)
+        text = algorithms.table(directories)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command goes on with what is missing", file=sys.stderr)
+        return 130
+    print(text)
+    (_settings([]).run.dir / "table.md").write_text(text, encoding="utf-8")
+    for name, why in failed.items():
+        print(f"failed: {name}: {why}")
+    return 1 if failed else 0
+
+
+def _train_all(seeds: Sequence[int], points: Sequence[Point], processes: int) -> dict[str, str]:
+    """What failed, by name, and why."""
+    began, failed = time.monotonic(), {}
+    for seed, done in grid.as_done(_warm, seeds, processes, 1):
+        why = grid.failure(done, _base(seed).directory)
+        print(f"warm start of seed {seed}: {why or 'is there'}", flush=True)
+        if why:
+            failed[f"warm start of seed {seed}"] = why
+    startable = [point for point in points if f"warm start of seed {point.seed}" not in failed]
+    # a fresh process a run, so that its peak memory is its own
+    for number, (point, done) in enumerate(grid.as_done(_run, startable, processes, 1), start=1):
+        if why := grid.failure(done, point.settings().directory):
+            failed[point.name] = why
+        result = f"failed: {why}" if why else f"pass@1 {done.result():.3f}"
+        minutes = (time.monotonic() - began) / 60
+        print(f"{number}/{len(startable)} {point.name}: {result} ({minutes:.1f} min)", flush=True)
+    return failed
+
+
+def _warm(seed: int) -> float:
+    return grid.trained(_base(seed))
+
+
+def _run(point: Point) -> float:
+    return grid.trained(point.settings())
+
+
+def _settings(overrides: list[str]) -> config.RunConfig:
+    return config.load(ROOT / "configs" / "algorithms.yaml", overrides)
+
+
+def _base(seed: int) -> config.RunConfig:
+    """The warm start that all runs of a seed begin with."""
+    return _settings([f"run.name=base-s{seed}", f"run.seed={seed}", "run.steps=0"])
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    methods, known = grid.names(list(METHODS)), ", ".join(METHODS)
+    parser.add_argument("--methods", type=methods, default=list(METHODS), metavar="A,B", help=f"of {known}")
+    parser.add_argument("--lrs", type=grid.numbers, default=[1e-4], metavar="X,X", help="learning rates (1e-4)")
+    parser.add_argument("--seeds", type=grid.integers, default=[0, 1, 2], metavar="N,N", help="of weights and samples (0,1,2)")
+    parser.add_argument(
+        "--processes", type=grid.count, default=os.cpu_count() or 1, metavar="N", help="runs at a time (a core each)"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
