@@ -8,16 +8,16 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
 )
 
 from models.config import PRESETS, ModelConfig, OptimizerConfig
-from moe_rl import config_errors, config_values, yaml_text
+from moe_rl import config_errors, config_values, presets, yaml_text
 from moe_rl.algorithms.config import AlgorithmSection, CriticSection
 from moe_rl.drift.watch_config import RuleSection, WatchSection
+from moe_rl.rollouts.config import RolloutSection
 from moe_rl.section import Section
 from moe_rl.shaping_config import ShapingSection
 from parallel.config import ParallelConfig
@@ -29,6 +29,9 @@ class RunSection(Section):
     dir: Path = Path("runs")
     seed: NonNegativeInt = 0
     steps: NonNegativeInt = Field(default=100, description="RL steps: one rollout batch each")
+    preset: str | None = Field(
+        default=None, description="settings from a paper or article (docs/algorithms.md), which all other keys override"
+    )
     processes: PositiveInt | None = Field(
         default=None, description="local processes to start; none: the fewest the layout allows"
     )
@@ -48,32 +51,6 @@ class TaskSection(Section):
     eval_size: PositiveInt = Field(default=256, description="held-out problems")
     on_reward_error: Literal["stop", "zero"] = Field(default="stop", description="when a reward raises or is not finite")
     seed: NonNegativeInt = Field(default=0, description="of the problems and of the train / held-out split; not of the run")
-
-
-class RolloutSection(Section):
-    engine: Literal["embedded"] = "embedded"
-    prompts: PositiveInt = Field(default=16, description="prompts a step")
-    responses: PositiveInt = Field(default=16, description="responses a prompt (G)")
-    max_response_tokens: PositiveInt = 16
-    temperature: PositiveFloat = 1.0
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: NonNegativeInt = Field(default=0, description="0: off")
-    logprobs: Literal["renormalised", "full"] = Field(
-        default="renormalised",
-        description="what the engine reports under top_p or top_k: of the distribution drawn from, or of the one before",
-    )
-    stop_token_ids: list[NonNegativeInt] = Field(default=[], description="beside the tokenizer's end of sequence")
-    max_batch: PositiveInt = Field(default=1024, description="sequences that generate at once on one data-parallel rank")
-
-    @property
-    def batch(self) -> int:
-        """Sequences a step."""
-        return self.prompts * self.responses
-
-    @property
-    def is_restricted(self) -> bool:
-        """Whether it draws from less than the whole distribution."""
-        return self.top_p < 1 or self.top_k > 0
 
 
 class ReplaySection(Section):
@@ -223,11 +200,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any
     """The run that a YAML file describes.
 
     `overrides`: `key.path=value`, the value read as YAML; the last one of a key counts. `base`: values beneath the file's.
-    Beneath the model's keys lie those of `model.preset`. Raises UsageError, one line, for anything that is wrong.
+    Beneath the model's keys lie those of `model.preset`, and beneath everything those of `run.preset`. Raises UsageError, one
+    line, for anything that is wrong.
     """
     values = config_values.merged(base or {}, config_values.read(Path(path), RunConfig))
     for override in overrides:
         config_values.override(values, override, RunConfig)
+    run = values.get("run")
+    if isinstance(run, dict) and run.get("preset") is not None:
+        values = config_values.merged(presets.values_of(run["preset"]), values)
     model = values.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         values["model"] = {**_preset(model["preset"]), **model}

@@ -2,6 +2,7 @@
 
 from moe_rl.algorithms.config import clip_warning
 from moe_rl.config import RunConfig
+from moe_rl.presets import PRESETS
 from moe_rl.replay import replay_note
 
 # Larger groups and smaller ones were published; below this a group's mean says little
@@ -11,6 +12,7 @@ _SMALL_GROUP = 4
 def notes(config: RunConfig) -> list[str]:
     """One line each."""
     found = [
+        preset_note(config),
         clip_warning(config.algorithm),
         replay_note(config.replay, config.algorithm),
         restricted_sampling_note(config),
@@ -18,6 +20,21 @@ def notes(config: RunConfig) -> list[str]:
         group_note(config),
     ]
     return [note for note in found if note is not None]
+
+
+def preset_note(config: RunConfig) -> str | None:
+    if config.run.preset is None:
+        return None
+    preset = PRESETS[config.run.preset]
+    mine = config.model_dump()
+    other = [
+        f"{section}.{key}"
+        for section, values in preset.values.items()
+        for key, value in values.items()
+        if mine[section][key] != value
+    ]
+    text = f"run.preset={config.run.preset}: from {preset.source}{'; ' * bool(preset.note)}{preset.note}"
+    return text + f"; set otherwise here: {', '.join(other)}" * bool(other)
 
 
 def restricted_sampling_note(config: RunConfig) -> str | None:
