@@ -3,7 +3,8 @@
     .venv/bin/python scripts/benchmark.py [key=value ...]
 
 Rows: an update (loss, drift and metrics included) against a bare forward, cross-entropy, backward and optimizer step of the
-same model on the same tokens; routing replay; the instruments in whole training steps, in most of them,
+same model on the same tokens; routing replay; the losses, and RSPO's router shift; the instruments in whole training steps, in
+most of them,
 in those that are looked at closely, and with everything on every token; and log-probabilities in chunks against all at once, by
 time and by peak memory. A ratio is the median over rounds of the ratio of neighbours in time.
 """
@@ -26,8 +27,12 @@ from models.logprobs import Vocabulary, logprobs_and_entropy
 from models.model import MoEModel
 from models.optimizer import Optimizer
 from moe_rl import config as configuration
+from moe_rl.algorithms.config import AlgorithmSection
+from moe_rl.algorithms.table import ALGORITHMS
 from moe_rl.config import DriftSection, ReplaySection, RunConfig
+from moe_rl.preparation import prepare
 from moe_rl.session import opened
+from moe_rl.study.grid import peak_bytes
 from moe_rl.trainer import Trainer
 from moe_rl.types import Problem, Response, Rollout
 from moe_rl.update import Minibatch, PolicyUpdate
@@ -68,18 +73,25 @@ def updates(config: RunConfig, table: Table) -> None:
         model = MoEModel(config.model, groups, here.device, config.run.seed)
         optimizer = model.optimizer(config.optimizer, 1000)
 
-        def update(drift: DriftSection, mode: str = "off") -> Callable[[], Any]:
-            policy = PolicyUpdate(model, config.algorithm, 1.0, drift, ReplaySection.model_validate({"mode": mode}))
+        def update(drift: DriftSection, mode: str = "off", algorithm: AlgorithmSection = config.algorithm) -> Callable[[], Any]:
+            replay = ReplaySection.model_validate({"mode": mode})
+            policy = PolicyUpdate(model, algorithm, config.rollout, drift, replay)
             minibatch = prepared(policy, config)
             return lambda: policy.step(minibatch, optimizer, None)
 
         on, blind, r2 = update(config.drift), update(OFF), update(config.drift, "r2")
         r2_blind = update(OFF, "r2")
-        minibatch = prepared(PolicyUpdate(model, config.algorithm, 1.0, OFF, ReplaySection()), config)
+        minibatch = prepared(PolicyUpdate(model, config.algorithm, config.rollout, OFF, ReplaySection()), config)
         row(table, "update", on, "bare Megatron step", lambda: bare_step(model, optimizer, minibatch))
         row(table, "update, drift measured", on, "drift off", blind)
         row(table, "update, r2", r2, "replay off", on)
         row(table, "update, r2, drift off", r2_blind, "replay off, drift off", blind)
+        for name in ALGORITHMS:  # the loss alone differs
+            other = AlgorithmSection(name=name, entropy_coefficient=0.01 if name == "ppo" else 0.0)
+            what = f"update, {name}{' with an entropy bonus' * bool(other.entropy_coefficient)}"
+            row(table, what, update(OFF, algorithm=other), f"update, {config.algorithm.name}", blind, rounds=5)
+        shifted = update(OFF, algorithm=config.algorithm.model_copy(update={"router_shift": True}))
+        row(table, "update, router shift, drift off", shifted, "without", blind)
 
 
 def steps(root: Path, overrides: list[str], table: Table) -> None:
@@ -130,16 +142,10 @@ def score(chunk: int) -> tuple[float, float]:
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    before, start = _peak(), CLOCK()
+    before, start = peak_bytes(), CLOCK()
     logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, 1.0, chunk, Vocabulary(0, VOCABULARY, None))
     (logprobs.sum() + entropy.sum()).backward()
-    return (_peak() - before) / 1024, (CLOCK() - start) * 1e3
-
-
-def _peak() -> int:
-    """KiB. Not getrusage's: a new process inherits that of the one that started it."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return (peak_bytes() - before) / 2**20, (CLOCK() - start) * 1e3
 
 
 def prepared(update: PolicyUpdate, config: RunConfig) -> Minibatch:
@@ -151,8 +157,10 @@ def prepared(update: PolicyUpdate, config: RunConfig) -> Minibatch:
         Rollout(i, problem, t[:PROMPT], Response(t[PROMPT:], [0.0] * RESPONSE, "stop"), "", 0.0) for i, t in enumerate(tokens)
     ]
     single = config.algorithm.model_copy(update={"minibatches": 1})
-    one = PolicyUpdate(update.model, single, 1.0, update.drift, ReplaySection())
-    (minibatch,) = one.prepare(rollouts, torch.randn(SEQUENCES, generator=generator), seed=0, step=0)
+    (minibatch,) = prepare(update.model, rollouts, single, 1.0, seed=0, step=0)
+    for part in minibatch.parts:
+        update.observer.mark(part.microbatch.stream, 0)
+        part.advantages = torch.randn(len(part.microbatch.members), generator=generator).to(part.sequence.device)[part.sequence]
     update.score_old([minibatch])
     return minibatch
 

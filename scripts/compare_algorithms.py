@@ -112,7 +112,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     methods, known = grid.names(list(METHODS)), ", ".join(METHODS)
     parser.add_argument("--methods", type=methods, default=list(METHODS), metavar="A,B", help=f"of {known}")
-    parser.add_argument("--lrs", type=grid.numbers, default=[1e-4], metavar="X,X", help="learning rates (1e-4)")
+    parser.add_argument("--lrs", type=grid.numbers, default=[5e-5], metavar="X,X", help="learning rates (5e-5)")
     parser.add_argument("--seeds", type=grid.integers, default=[0, 1, 2], metavar="N,N", help="of weights and samples (0,1,2)")
     parser.add_argument(
         "--processes", type=grid.count, default=os.cpu_count() or 1, metavar="N", help="runs at a time (a core each)"

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import multiprocessing
-import resource
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -57,8 +56,7 @@ def trained(settings: config.RunConfig) -> float:
         with (settings.directory / "output.txt").open("a", encoding="utf-8") as file:
             with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
                 train(settings)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        costs = {"cpu_seconds": time.process_time() - began, "peak_bytes": peak}
+        costs = {"cpu_seconds": time.process_time() - began, "peak_bytes": peak_bytes()}
         (settings.directory / COSTS).write_text(json.dumps(costs) + "\n", encoding="utf-8")
     return tracking.read_summary(settings.directory)["eval/pass_at_1"]
 
@@ -72,6 +70,12 @@ def finished(settings: config.RunConfig) -> bool:
     return all(
         was[section].get(key, value) == value for section in now if section in was for key, value in now[section].items()
     )
+
+
+def peak_bytes() -> int:
+    """The most memory this process has held. Not getrusage's: a new process inherits that of the one that started it."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
 
 
 def integers(text: str) -> list[int]:
