@@ -42,9 +42,9 @@ class Runs:
         assert [line["step"] for line in lines] == list(range(len(lines)))
         return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
 
-    def saved(self, name: str, step: int) -> dict[str, Any]:
-        """Everything in a checkpoint, by name."""
-        return read(self.folder / name / "checkpoints" / f"step_{step:06d}")
+    def saved(self, name: str, step: int, inside: str = "") -> dict[str, Any]:
+        """Everything in a checkpoint, by name; inside="critic": in the critic's."""
+        return read(self.folder / name / "checkpoints" / f"step_{step:06d}" / inside)
 
 
 def read(checkpoint: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from models.config import OptimizerConfig
 from moe_rl import checkpoint
 from moe_rl.checkpoint import Progress
 from parallel.runtime import Runtime
+from tests.distributed.layouts import assert_close
 from tests.distributed.passes import Case, built
 from tests.distributed.ranks import run_on_ranks, train_on_ranks
 from tests.distributed.runs import Runs, differing, read, tensors
@@ -76,26 +77,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for world, here in configs.items():
         train_on_ranks(world, here)
     return found
-
-
-# Counts and rates of routes: a route that differs between layouts would be a bug, not noise
-EXACT = re.compile(
-    r"reward/|response/|eval/|step$|optimizer/lr|drift/load/|replay/.*_fraction|ratio/clip|attribution/(clip_fraction|flip_rate)"
-    r"|drift/.*(expert_change_rate|flip_rate|jaccard)"
-)
-
-
-def assert_close(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Everything else: in these layouts it differed by at most 1.1e-5 relative (a share of variance) or 8e-7 (a correlation
-    near 0); allowed: five times that."""
-    assert ours.keys() == wanted.keys()
-    for key, value in wanted.items():
-        if EXACT.match(key):
-            assert ours[key] == pytest.approx(value, abs=1e-12), key
-        elif key.startswith(("rollout/logprob_gap", "drift/noise")) and "margin" not in key:
-            assert 0 <= ours[key] < 1e-5, key  # noise itself
-        else:
-            assert ours[key] == pytest.approx(value, rel=5e-5, abs=5e-6), key
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
