@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.config import OptimizerConfig
+from models.initialise import global_shards
 from models.model import MoEModel
 from models.optimizer import Optimizer
 from models.stream import Stream, pack_sequences
-from models.transformer import HeadLoss
+from models.transformer import HeadLoss, Transformer
 from models.value import ValueModel
 from parallel.runtime import Runtime
 from tests.distributed.passes import Case, _gradients, _routes, built, gather_global, merge, sample_batch, streams_here
@@ -33,6 +34,15 @@ def set_head(critic: ValueModel, seed: int) -> Tensor:
         if chunk.post_process:
             chunk.output_layer.weight.copy_(weight)
     return weight
+
+
+def weights(model: Transformer) -> dict[str, Tensor]:
+    """Copies of this rank's shards, by global names."""
+    return {shard.key: shard.data.clone() for shard in global_shards(model.bare, model.groups)}
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def squared_errors(members: list[int], sequences: list[list[int]], prompts: list[int], weights: list[float]) -> Any:
