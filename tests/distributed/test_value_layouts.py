@@ -1,8 +1,8 @@
 """The value model gives the same numbers in every layout, beside a policy that it leaves alone, and through checkpoints.
 
 Tolerances: as in test_parity, float32 sums taken in another order. Measured over layouts of 2 and 4 ranks, models and seeds:
-values (up to 3) differ by up to 1.9e-6, the loss by 2.4e-7, the gradient norm by 2e-7 relative, a parameter's gradient by
-2.5e-6 of its norm, a weight after an update of lr 1e-3 by 1.4e-6.
+values (up to 3) differ by up to 1.9e-6, the loss by 2.4e-7, the gradient norm by 1.4e-7 relative, a parameter's gradient by
+2.6e-6 of its norm, a weight after an update of lr 1e-3 by 8e-7. Allowed: about ten times that.
 """
 
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_every_layout_agrees_with_one_process() -> None:
             alone = expected[name]
             compare(name, alone, got)
             for key, weights in alone["after"].items():
-                assert (got["after"][key] - weights).abs().max() <= 1.5e-5, (name, key)
+                assert (got["after"][key] - weights).abs().max() <= 1e-5, (name, key)
             assert alone["gradients"]["value_head.weight"].norm() > 0.1, name
             trunk = got["initial"].keys() - {"value_head.weight"}
             assert trunk == got["policy"].keys() - {"output_layer.weight"}, name
