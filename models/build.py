@@ -85,7 +85,7 @@ def transformer_config(model: ModelConfig, groups: Groups) -> Any:
         gradient_accumulation_fusion=False,
     )
     # set afterwards: the constructor refuses it with the allgather dispatcher, whose ranks must bring equally many tokens;
-    # `MoEModel.stream_sizes` sees to that
+    # `Transformer.stream_sizes` sees to that
     config.variable_seq_lengths = parallel.pipeline > 1
     return config
 

@@ -26,8 +26,9 @@ class ValueHead(torch.nn.Module):
     far faster than it could move one number.
     """
 
-    def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device, groups: Groups) -> None:
         super().__init__()
+        self.groups = groups.collection
         self.weight = torch.nn.Parameter(torch.empty(hidden, dtype=dtype, device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """In a checkpoint it is no output layer, in whose place it stands: a policy's cannot be taken for it."""
         shards = make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight}, prefix, {}, sharded_offsets, dp_cp_group=(metadata or {}).get("dp_cp_group")
+            {"weight": self.weight}, prefix, {}, sharded_offsets, tp_group=self.groups.tp, dp_cp_group=self.groups.dp_cp
         )
         shards[f"{prefix}weight"].key = _KEY
         return shards
@@ -81,7 +82,7 @@ class ValueModel(Transformer):
         chunks = super()._build()
         for chunk in chunks:
             if chunk.post_process:
-                chunk.output_layer = ValueHead(self.config.hidden, self.megatron_config.params_dtype, self.device)
+                chunk.output_layer = ValueHead(self.config.hidden, self.megatron_config.params_dtype, self.device, self.groups)
         return chunks
 
     def _head(self, stream: Stream) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from models.initialise import global_shards
 from models.model import MoEModel, Scores
 from models.routing import Replay
 from models.stream import Stream, pack_sequences
+from models.transformer import Transformer
 from moe_rl.batching import assign_to_ranks, pack
 from moe_rl.replay import stream_routes
 from parallel.config import ParallelConfig
@@ -154,7 +155,7 @@ def _weighted_loss(members: list[int], sequences: list[list[int]], prompts: list
     return loss
 
 
-def _routes(model: MoEModel, streams: list[Stream], packs: list[list[int]]) -> dict[tuple[int, int], Tensor]:
+def _routes(model: Transformer, streams: list[Stream], packs: list[list[int]]) -> dict[tuple[int, int], Tensor]:
     """(sequence, layer) -> sorted expert ids [tokens, K]; only this rank's tokens, -1 elsewhere."""
     out = {}
     tensor = model.groups.tensor
@@ -169,7 +170,7 @@ def _routes(model: MoEModel, streams: list[Stream], packs: list[list[int]]) -> d
     return out
 
 
-def _gradients(model: MoEModel) -> dict[int, Tensor]:
+def _gradients(model: Transformer) -> dict[int, Tensor]:
     """Data pointer of each parameter -> its whole gradient (the distributed optimizer leaves each rank only a shard)."""
     for chunk in model.chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):  # pyright: ignore[reportGeneralTypeIssues]
@@ -180,7 +181,7 @@ def _gradients(model: MoEModel) -> dict[int, Tensor]:
     return {p.data_ptr(): p.main_grad for chunk in model.bare for p in chunk.parameters()}
 
 
-def gather_global(model: MoEModel, instead: dict[int, Tensor]) -> dict[tuple[str, Any], tuple[Any, Any]]:
+def gather_global(model: Transformer, instead: dict[int, Tensor]) -> dict[tuple[str, Any], tuple[Any, Any]]:
     """(name, offset) -> (whole shape, values) of this rank's shards; `instead` replaces parameters by other tensors."""
     saved = {}
     for chunk in model.bare:
