@@ -27,7 +27,7 @@ _CRITIC = "critic"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
-class Critic(NamedTuple):
+class CriticState(NamedTuple):
     """A value model and what trains it."""
 
     model: ValueModel
@@ -71,7 +71,7 @@ def save(
     keep: int,
     *,
     pinned: bool = False,
-    critic: Critic | None = None,
+    critic: CriticState | None = None,
 ) -> Path:
     """Saves weights, optimizer, schedule, every rank's random state and `progress` (collective); keeps the newest `keep`.
 
@@ -115,7 +115,7 @@ def load_critic_weights(path: Path, model: ValueModel, key: str = "checkpoint.lo
     _read(path / _CRITIC, _weights(model), model, key)
 
 
-def load(path: Path, model: MoEModel, optimizer: Optimizer, critic: Critic | None = None) -> Progress:
+def load(path: Path, model: MoEModel, optimizer: Optimizer, critic: CriticState | None = None) -> Progress:
     """Everything that `save` saved (collective); random states only where the number of ranks is the same.
 
     A critic in the checkpoint that is not asked for stays where it is. Raises UsageError where one is asked for and absent.

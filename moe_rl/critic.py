@@ -10,7 +10,7 @@ from models.value import ValueLoss, ValueModel
 from moe_rl import checkpoint
 from moe_rl.algorithms.config import CriticSection
 from moe_rl.algorithms.value import explained_variance, value_loss
-from moe_rl.checkpoint import Critic as CriticState
+from moe_rl.checkpoint import CriticState
 from moe_rl.collectives import reduce_metrics
 from moe_rl.metrics import Metrics
 from moe_rl.microbatches import Minibatch, Prepared

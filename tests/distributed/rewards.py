@@ -9,3 +9,8 @@ def share_of_even(response: str, answer: str) -> float:
 def mostly_even(response: str, answer: str) -> float:
     """Right or wrong: whether more than half of them have one."""
     return float(share_of_even(response, answer) > 0.5)
+
+
+def worth(response: str, answer: str) -> float:
+    """What the problem says, whatever the response is."""
+    return float(answer)

@@ -1,6 +1,7 @@
 """The algorithms in whole runs: each trains, and what stands around their losses (critic, reference in the reward, router
 shift, corrections, dynamic sampling) agrees with one process in every layout and goes on where it stopped, to the bit."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any, get_args
@@ -106,11 +107,23 @@ def test_a_continued_ppo_run_is_one_that_was_not_stopped(runs: Runs, layout: str
 
 
 def test_the_value_loss_falls(tmp_path: Path) -> None:
-    """The critic alone, with a policy that stands still: its loss falls and it explains more of the returns."""
+    """The critic alone learns what a prompt is worth, 0 or 1, with a policy that stands still. The mean of the returns alone
+    would leave a loss of 1/8 and explain nothing; seeds 0 and 1 came to 0.001 and 0.99, within five steps to 0.005 and 0.95.
+    """
     found = Runs(tmp_path)
-    overrides = ["algorithm.name=ppo", "run.steps=8", "optimizer.lr=0", "critic.optimizer.lr=3e-3", "critic.clip=null"]
+    problems = [{"prompt": f"{'HL'[i % 2]}{i}:", "answer": str((i + 1) % 2)} for i in range(64)]
+    (tmp_path / "worth.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
+    overrides = [
+        "algorithm.name=ppo",
+        "run.steps=12",
+        "rollout.prompts=8",
+        "optimizer.lr=0",
+        "critic.optimizer.lr=3e-3",
+        f"task.train_path={tmp_path / 'worth.jsonl'}",
+        "task.scorer=tests.distributed.rewards:worth",
+    ]
     train_on_ranks(1, [found.config("values", *overrides)])
     lines = found.steps("values")[1:]
     losses, explained = [line["critic/loss"] for line in lines], [line["critic/explained_variance"] for line in lines]
-    assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
-    assert sum(explained[-2:]) / 2 > max(0.0, sum(explained[:2]) / 2)
+    assert sum(losses[-3:]) / 3 < min(0.03, losses[0] / 2)
+    assert sum(explained[-3:]) / 3 > max(0.8, explained[0])

@@ -15,7 +15,7 @@ from models.config import OptimizerConfig
 from models.optimizer import Optimizer
 from models.value import ValueModel
 from moe_rl import checkpoint
-from moe_rl.checkpoint import Critic, Progress
+from moe_rl.checkpoint import CriticState, Progress
 from parallel.groups import process_groups
 from parallel.runtime import Runtime
 from tests.distributed.passes import Case, built, gather_global
@@ -116,7 +116,7 @@ def trained(runtime: Runtime, folder: Path) -> tuple[list[float], dict[Any, Any]
     """Two updates of both with experts split, saved; what a third makes of the critic, and its norm."""
     with both(Case({"expert": 2}, STATE), runtime) as (policy, critic):
         set_head(critic, 0)  # one of 0 gives the trunk no gradient
-        pair = Critic(critic, critic.optimizer(SCHEDULE, 50))
+        pair = CriticState(critic, critic.optimizer(SCHEDULE, 50))
         optimizer = policy.optimizer(SCHEDULE, 50)
         for i in range(2):
             update_policy(policy, optimizer, i)
@@ -131,7 +131,7 @@ def passed_on(runtime: Runtime, folder: Path, source: str, layouts: dict[str, di
     for i, (name, layout) in enumerate(layouts.items()):
         with both(Case(layout, STATE, seed=9 + i), runtime) as (policy, critic):
             set_head(critic, i)
-            pair = Critic(critic, critic.optimizer(SCHEDULE, 50))
+            pair = CriticState(critic, critic.optimizer(SCHEDULE, 50))
             optimizer = policy.optimizer(SCHEDULE, 50)
             seen.append(checkpoint.load(folder / source / "step_000007", policy, optimizer, pair))
             checkpoint.save(folder / name, seen[-1], policy, optimizer, keep=1, critic=pair)
@@ -145,7 +145,7 @@ def continued(runtime: Runtime, folder: Path, sources: list[str]) -> list[tuple[
     for source in sources:
         with both(Case({"expert": 2}, STATE, seed=5), runtime) as (policy, critic):
             set_head(critic, 5)
-            pair = Critic(critic, critic.optimizer(SCHEDULE, 50))
+            pair = CriticState(critic, critic.optimizer(SCHEDULE, 50))
             checkpoint.load(folder / source / "step_000007", policy, policy.optimizer(SCHEDULE, 50), pair)
             seen.append(([update_values(*pair, 2)], gather_global(critic, {})))
     return seen

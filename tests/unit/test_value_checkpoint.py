@@ -11,7 +11,7 @@ from torch import Tensor
 from models.config import OptimizerConfig
 from models.optimizer import Optimizer
 from moe_rl import checkpoint
-from moe_rl.checkpoint import Critic, Progress
+from moe_rl.checkpoint import CriticState, Progress
 from parallel.errors import UsageError
 from parallel.runtime import Runtime, started
 from tests.distributed.passes import Case
@@ -41,11 +41,11 @@ def state(optimizer: Optimizer) -> list[Tensor]:
 def test_training_goes_on_as_if_it_had_not_stopped(runtime: Runtime, tmp_path: Path, variant: dict[str, Any]) -> None:
     """Two updates of both, saved, two more; against: loaded into models of other weights, two more. All equal to the bit."""
 
-    def updates(policy: Any, optimizer: Optimizer, critic: Critic, seeds: tuple[int, int]) -> list[float]:
+    def updates(policy: Any, optimizer: Optimizer, critic: CriticState, seeds: tuple[int, int]) -> list[float]:
         return [norm for i in seeds for norm in (update_policy(policy, optimizer, i), update_values(*critic, i))]
 
     with both(Case(model=variant), runtime) as (policy, model):
-        optimizer, critic = policy.optimizer(SETTINGS, 20), Critic(model, model.optimizer(SETTINGS, 20))
+        optimizer, critic = policy.optimizer(SETTINGS, 20), CriticState(model, model.optimizer(SETTINGS, 20))
         updates(policy, optimizer, critic, (0, 1))
         path = checkpoint.save(tmp_path, Progress(3, 48, 12, 0.25), policy, optimizer, keep=2, critic=critic)
         norms = updates(policy, optimizer, critic, (2, 3))
@@ -53,7 +53,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(runtime: Runtime, tmp_path: P
         states = state(optimizer) + state(critic.optimizer)
     with both(Case(model=variant, seed=100), runtime) as (policy, model):
         set_head(model, 1)
-        optimizer, critic = policy.optimizer(SETTINGS, 20), Critic(model, model.optimizer(SETTINGS, 20))
+        optimizer, critic = policy.optimizer(SETTINGS, 20), CriticState(model, model.optimizer(SETTINGS, 20))
         assert checkpoint.load(path, policy, optimizer, critic) == Progress(3, 48, 12, 0.25)
         assert updates(policy, optimizer, critic, (2, 3)) == norms and all(norms)
         assert same(weights(policy), wanted[0]) and same(weights(model), wanted[1])
@@ -71,7 +71,7 @@ def saved(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     folder = tmp_path_factory.mktemp("saved")
     with both(SMALL, runtime) as (policy, model):
         set_head(model, 4)
-        optimizer, critic = policy.optimizer(SETTINGS, 20), Critic(model, model.optimizer(SETTINGS, 20))
+        optimizer, critic = policy.optimizer(SETTINGS, 20), CriticState(model, model.optimizer(SETTINGS, 20))
         having = checkpoint.save(folder / "a", Progress(1, 0, 0, 0.0), policy, optimizer, keep=1, critic=critic)
         return having, checkpoint.save(folder / "b", Progress(1, 0, 0, 0.0), policy, optimizer, keep=1)
 
@@ -103,7 +103,7 @@ def test_another_runs_critic_is_taken_over_without_its_optimizer(runtime: Runtim
 
 def test_a_step_without_a_critic_is_refused_where_one_is_wanted(runtime: Runtime, saved: tuple[Path, Path]) -> None:
     with both(SMALL, runtime) as (policy, model):
-        critic, before = Critic(model, model.optimizer(SETTINGS, 20)), weights(policy)
+        critic, before = CriticState(model, model.optimizer(SETTINGS, 20)), weights(policy)
         with pytest.raises(UsageError, match=r"step_000001: holds no critic, .*; begin anew under another run\.name"):
             checkpoint.load(saved[1], policy, policy.optimizer(SETTINGS, 20), critic)
         with pytest.raises(UsageError, match=r"^some\.key=.*step_000001: holds no critic; name a checkpoint of a run that"):
@@ -133,7 +133,7 @@ def test_a_step_whose_critic_was_cut_off_does_not_count(
         write(content, folder, **settings)
 
     with both(SMALL, runtime) as (policy, model):
-        optimizer, critic = policy.optimizer(SETTINGS, 20), Critic(model, model.optimizer(SETTINGS, 20))
+        optimizer, critic = policy.optimizer(SETTINGS, 20), CriticState(model, model.optimizer(SETTINGS, 20))
         first = checkpoint.save(tmp_path, Progress(1, 0, 0, 0.0), policy, optimizer, keep=1, critic=critic)
         monkeypatch.setattr(dist_checkpointing, "save", cut_off)
         with pytest.raises(KeyboardInterrupt):
