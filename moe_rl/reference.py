@@ -10,11 +10,14 @@ from models.model import MoEModel
 
 
 class Reference:
-    """The weights (and expert biases) that `model` has when this is made."""
+    """The weights (and expert biases) that `model` has when this is made.
 
-    def __init__(self, model: MoEModel) -> None:
+    on_cpu: they lie in host memory, and cross over for each scoring pass and back; else beside the model's own.
+    """
+
+    def __init__(self, model: MoEModel, *, on_cpu: bool = False) -> None:
         self._model = model
-        self._weights = [tensor.clone() for tensor in _tensors(model)]
+        self._weights = [tensor.to("cpu" if on_cpu else tensor.device, copy=True) for tensor in _tensors(model)]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -28,7 +31,7 @@ class Reference:
     @torch.no_grad()
     def _swap(self) -> None:
         for live, kept in zip(_tensors(self._model), self._weights, strict=True):
-            other = live.clone()
+            other = live.to(kept.device, copy=True)
             live.copy_(kept)
             kept.copy_(other)
 

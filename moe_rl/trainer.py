@@ -125,7 +125,7 @@ class Trainer:
             checkpoint.load_weights(path, self.session.model)
         else:
             checkpoint.save_weights(path, self.session.model)
-        self.reference = Reference(self.session.model)
+        self.reference = Reference(self.session.model, on_cpu=self.config.algorithm.reference_on_cpu)
 
     def step(self, step: int) -> dict[str, float]:
         """One rollout batch and its updates."""

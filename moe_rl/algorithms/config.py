@@ -98,6 +98,9 @@ class AlgorithmSection(Section):
     kl_horizon: PositiveFloat = Field(
         default=10000.0, description="sequences over which the adaptive coefficient moves by its error"
     )
+    reference_on_cpu: bool = Field(
+        default=False, description="the reference's weights lie in host memory and are swapped in for its pass"
+    )
     entropy_coefficient: NonNegativeFloat = Field(default=0.0, description="bonus on the entropy of next-token distributions")
     router_shift: bool = Field(
         default=False, description="scale each token's ratio by how far its routers moved (RSPO); costs a pass an update"

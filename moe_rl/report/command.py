@@ -40,6 +40,9 @@ def report(paths: Sequence[Path], output: Path | None = None) -> int:
         ),
         Section("Load", "How evenly tokens spread over experts.", [routing.load_maps(runs)]),
     ]
+    if around := curves.recorded(curves.AROUND, runs):
+        lead = "Critic, reference, corrections, sampling, shaping: what some of these runs have."
+        sections.insert(2, Section("Around the loss", lead, curves.charts(around, runs, looks)))
     path = output or paths[0] / NAME
     part = path.with_name(f".{path.name}.part")
     try:

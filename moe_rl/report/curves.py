@@ -60,6 +60,50 @@ RATIOS = (
         form=".3e",
     ),
     Curve("Largest ratio", ("ratio/max",), "ratio", "The largest importance ratio of a step. Log scale.", log=True),
+    Curve(
+        "Effective sample share",
+        ("ratio/effective_sample_share",),
+        "share",
+        "E[r]^2 / E[r^2]: 1 where all ratios are equal; what of the batch still counts where they are not.",
+    ),
+)
+# Of what not every run has: shown where one recorded it
+AROUND = (
+    Curve("Value loss", ("critic/loss",), "loss", "Of PPO's value model, half the squared error. Log scale.", log=True),
+    Curve(
+        "Explained variance",
+        ("critic/explained_variance",),
+        "share",
+        "Of the returns, by the value model: 1 is perfect, 0 no better than their mean.",
+    ),
+    Curve("KL to the reference", ("kl/ref",), "nats", "A token, estimated by k3. Log scale.", log=True),
+    Curve("KL coefficient", ("kl/coefficient",), "coefficient", "Moves where algorithm.kl_target is set. Log scale.", log=True),
+    Curve(
+        "Corrected",
+        ("correction/touched_fraction",),
+        "share",
+        "Of tokens or sequences, cut or masked for what engine and trainer disagree by.",
+    ),
+    Curve(
+        "Router-shift factor",
+        ("router_shift/factor_mean",),
+        "factor",
+        "Mean factor on the ratio: 1 where routers did not move since the old policy.",
+    ),
+    Curve(
+        "Groups kept",
+        ("sampling/kept_fraction",),
+        "share",
+        "Of the groups sampled, those with right and wrong responses; the others were replaced.",
+    ),
+    Curve("Shaped reward", ("reward/shaped_mean",), "reward", "After penalties for length and spread."),
+    Curve("Replay: forced gap", ("replay/forced_gap",), "nats", "Mean |log p forced - log p free| under routing replay."),
+    Curve(
+        "Explained by routing",
+        ("attribution/routing_share",),
+        "share",
+        "Of the variance of log-ratios, what changed experts explain; the rest is changed weights.",
+    ),
 )
 DRIFT = (
     Curve(
@@ -111,6 +155,11 @@ DRIFT = (
 
 
 _ZERO = "Every value is 0, which has no place on a log scale."
+
+
+def recorded(curves: Sequence[Curve], runs: Sequence[Run]) -> list[Curve]:
+    """Those that some run has a value for."""
+    return [c for c in curves if any(value is not None for run in runs for value in run.history.first_of(c.keys))]
 
 
 def charts(curves: Sequence[Curve], runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
