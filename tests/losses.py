@@ -62,7 +62,7 @@ def settings(name: str, **section: Any) -> LossSettings:
 
 def mild(name: str, **section: Any) -> LossSettings:
     """The same with a clip range that cuts some of `full_inputs` on either side, and not all."""
-    clip = {} if ALGORITHMS[name].clip_low is None else {"clip_low": 0.05, "clip_high": 0.08}  # pyright: ignore[reportArgumentType]
+    clip = {} if name == "sapo" else {"clip_low": 0.05, "clip_high": 0.08}
     return settings(name, **clip, **section)
 
 
@@ -85,7 +85,7 @@ def full_inputs(masked: Sequence[int] = (1, 5, 7), *, by_token: bool = False) ->
         advantages if by_token else [1.0, 0.7, -2.0, -0.5, 0.0],
         masked,
         weights=[1.0, 0.4, 0.0, 1.5, 2.0, 1.0, 0.7, 3.0, 1.0, 1.2, 0.5, 1.0],
-        log_router_shift=[0.0, -0.1, -0.02, -0.2, 0.0, 0.0, -0.05, -0.1, -0.01, 0.0, -0.2, -0.03],
+        log_router_shift=[0.0, -0.1, -0.02, -0.03, 0.0, 0.0, -0.05, -0.1, -0.01, 0.0, -0.2, -0.03],
         ref_logprobs=[-1.4, -1.7, -1.5, -0.9, -2.0, -1.1, -1.6, -1.5, -1.2, -3.0, -1.3, -1.4],
         rollout_logprobs=[-1.5 + 0.01 * i for i in range(12)],
         entropy=[0.1 * i for i in range(12)],

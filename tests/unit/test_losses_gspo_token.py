@@ -23,7 +23,8 @@ def test_the_sequence_ratio_for_every_token_and_an_advantage_for_each() -> None:
 
 
 def test_the_clip_is_decided_for_each_advantage() -> None:
-    # s = e^0.1 = 1.105 and e^-0.1 = 0.905, range [0.95, 1.05]. Sequence 0: 2.1 (cut), -e^0.1; sequence 1: 2 e^-0.1, -0.95 (cut).
+    # s = e^0.1 = 1.105 and e^-0.1 = 0.905, range [0.95, 1.05]. Sequence 0: 2.1 (cut), -e^0.1.
+    # Sequence 1: 2 e^-0.1, -0.95 (cut).
     inputs = make_inputs([[0.3, -0.1], [-0.3, 0.1]], [[2.0, -1.0]] * 2)
     loss, metrics = policy_loss(inputs, settings("gspo_token", clip_low=0.05, clip_high=0.05), Denominators(2, 4))
     assert loss.item() == pytest.approx(-((2.1 - math.exp(0.1)) / 2 + (2 * math.exp(-0.1) - 0.95) / 2) / 2)

@@ -23,7 +23,12 @@ def tensors(*columns: list[float]) -> list[Tensor]:
 
 
 def loss_of(
-    values: list[float], old: list[float], returns: list[float], clip: float | None, masked: tuple[int, ...] = (), tokens: int = 5
+    values: list[float],
+    old: list[float],
+    returns: list[float],
+    clip: float | None,
+    masked: tuple[int, ...] = (),
+    tokens: int = 5,
 ) -> tuple[Tensor, Tensor, Metrics]:
     now, before, target = tensors(values, old, returns)
     mask = torch.ones(len(values), dtype=torch.bool)
@@ -72,9 +77,7 @@ def test_masked_tokens_are_absent_whatever_they_hold(junk: float) -> None:
 def test_parts_sum_to_the_whole() -> None:
     """Case 21, for the value model: 5 tokens globally, in parts of 2, 3 and none."""
     whole, gradient, metrics = loss_of(VALUES, OLD, RETURNS, 0.2)
-    parts = [
-        loss_of(VALUES[part], OLD[part], RETURNS[part], 0.2, tokens=5) for part in (slice(0, 2), slice(2, 5), slice(5, 5))
-    ]
+    parts = [loss_of(VALUES[part], OLD[part], RETURNS[part], 0.2, tokens=5) for part in (slice(0, 2), slice(2, 5), slice(5, 5))]
     assert sum(loss.item() for loss, _, _ in parts) == pytest.approx(whole.item())
     assert torch.cat([found for _, found, _ in parts]).tolist() == pytest.approx(gradient.tolist())
     merged = Metrics()
