@@ -147,10 +147,10 @@ class RunConfig(Section):
                 f"algorithm.minibatches={self.algorithm.minibatches}: must divide the batch of rollout.prompts="
                 f"{self.rollout.prompts} x rollout.responses={self.rollout.responses} = {self.rollout.batch} sequences"
             )
-        if self.rollout.responses == 1 and self._compares_responses():
+        if self.rollout.responses == 1 and (key := self._comparing()):
             raise ValueError(
-                f"rollout.responses=1: algorithm.name={self.algorithm.name} compares the responses to a prompt; must be at "
-                "least 2 (ppo and reinforce_plus_plus do without)"
+                f"rollout.responses=1: {key} compares the responses to a prompt; must be at least 2 "
+                "(ppo and reinforce_plus_plus do without)"
             )
         if self.overlong_buffer >= self.rollout.max_response_tokens:
             raise ValueError(
@@ -169,8 +169,11 @@ class RunConfig(Section):
             )
         return self
 
-    def _compares_responses(self) -> bool:
-        return self.algorithm.estimator not in ("batch", "gae") or self.algorithm.samples_dynamically
+    def _comparing(self) -> str | None:
+        """The setting that needs more than one response a prompt."""
+        if self.algorithm.estimator not in ("batch", "gae"):
+            return f"algorithm.name={self.algorithm.name}"
+        return "algorithm.dynamic_sampling=true" if self.algorithm.samples_dynamically else None
 
     @property
     def overlong_buffer(self) -> int:

@@ -160,7 +160,8 @@ class AlgorithmSection(Section):
             )
         if self.aggregation_length is not None and self.aggregates != "constant":
             raise ValueError(
-                f"algorithm.aggregation_length={self.aggregation_length}: only algorithm.aggregation=constant divides by it"
+                f"algorithm.aggregation_length={self.aggregation_length}: only algorithm.aggregation=constant divides by it, "
+                f"and here it is {self.aggregates}; leave it out"
             )
         if self.estimator not in spec.advantages:
             raise ValueError(f"algorithm.advantage={self.estimator}: contradicts {name}: {spec.why}{_choices(spec.advantages)}")
@@ -182,9 +183,10 @@ class AlgorithmSection(Section):
                     f"algorithm.correction.mode={correction.mode}: weighs tokens one by one, and algorithm.name={self.name} "
                     "has one term a sequence; set algorithm.correction.level=sequence (tis, mis) or mode=sequence_mask"
                 )
-        if not self.kl_coefficient and (self.kl_target is not None or self.kl_placement is not None):
-            key = "kl_target" if self.kl_target is not None else "kl_placement"
-            raise ValueError(f"algorithm.{key}={getattr(self, key)}: there is no KL term; set algorithm.kl_coefficient above 0")
+        idle = [key for key in ("kl_target", "kl_placement", "kl_estimator") if getattr(self, key) is not None]
+        if idle and not self.kl_coefficient:
+            key, value = idle[0], getattr(self, idle[0])
+            raise ValueError(f"algorithm.{key}={value}: there is no KL term; set algorithm.kl_coefficient above 0")
         return self
 
 

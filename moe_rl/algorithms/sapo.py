@@ -13,6 +13,7 @@ def sapo(inputs: LossInputs, constants: Constants) -> Objective:
     """
     log_ratio, advantages = token_log_ratio(inputs), inputs.advantages.detach()
     ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
-    tau = torch.where(advantages > 0, constants.tau_positive, constants.tau_negative)
+    # filled in the ratio's own precision: two numbers in a torch.where come out as float32
+    tau = torch.full_like(ratio, constants.tau_negative).masked_fill(advantages > 0, constants.tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return Objective(gate * advantages, Ratios(log_ratio.detach(), advantages, inputs.mask))

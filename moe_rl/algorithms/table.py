@@ -153,7 +153,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
     "cispo": Algorithm(
         "cispo",
         clip_low=1.0,
-        clip_high=4.0,
+        clip_high=4.0,  # the paper gives no number; TRL recommends a cap of 5
         aggregations=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
         advantages=ANY_ESTIMATOR,
         paper="arXiv 2506.13585",

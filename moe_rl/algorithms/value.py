@@ -28,7 +28,8 @@ def value_loss(
     cut = torch.zeros_like(mask)
     if clip is not None:
         limited = (old + (now - old).clamp(-clip, clip) - target).square()
-        cut = mask & (limited > error)
+        # inside the range both are the same value but for its rounding
+        cut = mask & ((now - old).abs() > clip) & (limited > error)
         error = torch.maximum(error, limited)
     total = error.sum() / 2
     metrics, count = Metrics(), mask.sum()

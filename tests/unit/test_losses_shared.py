@@ -1,70 +1,34 @@
-"""What holds for every loss of the table alike."""
+"""What holds for every algorithm with every aggregation."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_rl.algorithms import (
-    ALGORITHMS,
-    Algorithm,
-    ClipRange,
-    Denominators,
-    KLTerm,
-    LossInputs,
-)
-from moe_rl.algorithms.base import Estimator
+from moe_rl.algorithms.base import Denominators, LossInputs
+from moe_rl.algorithms.kl import Estimator
+from moe_rl.algorithms.loss import KLTerm, LossSettings, policy_loss
+from moe_rl.algorithms.table import ALGORITHMS
 from moe_rl.metrics import Metrics
+from tests.losses import EVERY, INF, changed, full_inputs, gradient, make_inputs, mild, of_places, select
 
-MakeInputs = Callable[..., LossInputs]
-INF = float("inf")
-MILD = ClipRange(0.05, 0.08)
-LOG_RATIOS = [[0.01, -0.02, 0.03], [0.2, 0.1], [-0.3], [-0.2, 0.1, 0.0, -0.3], [0.02, 0.5]]
-ADVANTAGES = [1.0, 0.7, -2.0, -0.5, 0.0]
-REFERENCE = [-1.4, -1.7, -1.5, -0.9, -2.0, -1.1, -1.6, -1.5, -1.2, -3.0, -1.3, -1.4]
-
-every_loss = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
-
-
-def gradient(loss: Tensor, inputs: LossInputs) -> Tensor:
-    return torch.autograd.grad(loss, inputs.train_logprobs)[0]
-
-
-def select(inputs: LossInputs, sequences: Sequence[int]) -> LossInputs:
-    """A microbatch of these sequences, renumbered, in this order."""
-    places = torch.cat([(inputs.sequence == s).nonzero()[:, 0] for s in sequences]) if sequences else torch.zeros(0).long()
-    numbers = {old: new for new, old in enumerate(sequences)}
-    renumbered = torch.tensor([numbers[int(s)] for s in inputs.sequence[places]], dtype=torch.int64)
-    chosen = {
-        field.name: value[list(sequences) if field.name == "advantages" else places]
-        for field in dataclasses.fields(inputs)
-        if (value := getattr(inputs, field.name)) is not None
-    }
-    return LossInputs(**{**chosen, "sequence": renumbered})
-
-
-def full_inputs(make_inputs: MakeInputs, masked: Sequence[int] = (1, 5, 7)) -> LossInputs:
-    """Five sequences of unequal length; sequence 2 (token 5) is masked away. All optional inputs are there."""
-    return make_inputs(
-        LOG_RATIOS,
-        ADVANTAGES,
-        masked=masked,
-        ref_logprobs=REFERENCE,
-        rollout_logprobs=[-1.5 + 0.01 * i for i in range(12)],
-        entropy=[0.1 * i for i in range(12)],
-    )
+every_loss = pytest.mark.parametrize(("name", "kind"), EVERY)
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+GLOBAL = Denominators(4, 9)
+BONUS = {"entropy_coefficient": 0.2}
 
 
 @every_loss
-def test_microbatches_and_ranks_sum_to_the_whole(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    inputs, denominators, kl = full_inputs(make_inputs), Denominators(4, 9), KLTerm("k3", 0.3)
-    whole, whole_metrics = algorithm.loss(inputs, MILD, denominators, kl)
+def test_microbatches_and_ranks_sum_to_the_whole(name: str, kind: str) -> None:
+    """Case 21: any split, and a rank with nothing."""
+    inputs, kl, given = full_inputs(), KLTerm("k3", 0.3), mild(name, aggregation=kind, **BONUS)
+    whole, whole_metrics = policy_loss(inputs, given, GLOBAL, kl)
     whole_gradient = gradient(whole, inputs)
     for split in ([[0, 1], [2, 3, 4]], [[0], [1], [2], [3], [4]], [[0, 1, 2, 3, 4], []]):
-        results = [algorithm.loss(select(inputs, part), MILD, denominators, kl) for part in split]
+        results = [policy_loss(select(inputs, part), given, GLOBAL, kl) for part in split]
         total = torch.stack([loss for loss, _ in results]).sum()
         assert total.item() == pytest.approx(whole.item(), abs=1e-12)
         assert torch.allclose(gradient(total, inputs), whole_gradient, atol=1e-12, rtol=0)
@@ -77,116 +41,128 @@ def test_microbatches_and_ranks_sum_to_the_whole(algorithm: Algorithm, make_inpu
 
 
 @every_loss
-def test_response_and_token_order_do_not_matter(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    inputs, denominators, kl = full_inputs(make_inputs), Denominators(4, 9), KLTerm("k2", 0.3)
-    whole, metrics = algorithm.loss(inputs, MILD, denominators, kl)
+def test_response_and_token_order_do_not_matter(name: str, kind: str) -> None:
+    inputs, kl, given = full_inputs(), KLTerm("k2", 0.3), mild(name, aggregation=kind, **BONUS)
+    whole, metrics = policy_loss(inputs, given, GLOBAL, kl)
     shuffled = select(inputs, [3, 0, 4, 2, 1])
-    backwards = {
-        field.name: value if field.name == "advantages" else value.flip(0)
-        for field in dataclasses.fields(shuffled)
-        if (value := getattr(shuffled, field.name)) is not None
-    }
-    other, other_metrics = algorithm.loss(LossInputs(**backwards), MILD, denominators, kl)
+    backwards = of_places(shuffled, torch.arange(11, -1, -1))
+    other, other_metrics = policy_loss(backwards, given, GLOBAL, kl)
     assert other.item() == pytest.approx(whole.item(), abs=1e-12)
     assert torch.allclose(gradient(other, inputs), gradient(whole, inputs), atol=1e-12, rtol=0)
     assert other_metrics.means() == pytest.approx(metrics.means(), abs=1e-12)
 
 
-@every_loss
-@pytest.mark.parametrize("kl", [None, KLTerm("k1", 0.5), KLTerm("k2", 0.5), KLTerm("k3", 0.5)], ids=["none", "k1", "k2", "k3"])
-def test_gradient_against_finite_differences(algorithm: Algorithm, make_inputs: MakeInputs, kl: KLTerm | None) -> None:
-    inputs = full_inputs(make_inputs)
-
-    def loss(train: Tensor) -> Tensor:
-        return algorithm.loss(dataclasses.replace(inputs, train_logprobs=train), MILD, Denominators(4, 9), kl)[0]
-
-    assert torch.autograd.gradcheck(loss, (inputs.train_logprobs,), eps=1e-7, atol=1e-6)
-    clipped = algorithm.loss(inputs, MILD, Denominators(4, 9))[1].means()
-    assert clipped["ratio/clip_fraction_low"] > 0 and clipped["ratio/clip_fraction_high"] > 0
+PER_TOKEN = [field.name for field in fields(LossInputs) if field.name not in ("sequence", "sequences", "mask")]
 
 
-@every_loss
-def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    # -(1 / N) sum over sequences of A x mean over tokens of log pi
-    inputs = make_inputs([[0.0] * 3, [0.0], [0.0] * 4], [1.5, -0.5, 2.0], masked=[1])
-    loss, _ = algorithm.loss(inputs, ClipRange(algorithm.clip_low, algorithm.clip_high), Denominators(3, 7))
-    expected = [-1.5 / (2 * 3), 0, -1.5 / (2 * 3), 0.5 / 3] + [-2.0 / (4 * 3)] * 4
-    assert gradient(loss, inputs).tolist() == pytest.approx(expected, abs=1e-15)
+def assert_absent(given: LossSettings, inputs: LossInputs, spoilt: Sequence[dict[str, Tensor]]) -> None:
+    kl = KLTerm("k3", 0.3)
+    clean, clean_metrics = policy_loss(inputs, given, GLOBAL, kl)
+    clean_gradient, numbers = gradient(clean, inputs), clean_metrics.means() | clean_metrics.maxima()
+    for values in spoilt:
+        dirty_inputs = changed(inputs, **values)
+        dirty_inputs.train_logprobs.requires_grad_()
+        dirty, metrics = policy_loss(dirty_inputs, given, GLOBAL, kl)
+        assert dirty.item() == clean.item()
+        dirty_gradient = gradient(dirty, dirty_inputs)
+        assert dirty_gradient[~inputs.mask].tolist() == [0.0] * 3
+        assert torch.equal(dirty_gradient, clean_gradient)
+        assert metrics.means() | metrics.maxima() == numbers
 
 
-@every_loss
+def spoil(inputs: LossInputs, junk: float) -> dict[str, Tensor]:
+    """Of alternating sign, so that differences of two fields do not cancel."""
+    values = {field: getattr(inputs, field).detach() for field in PER_TOKEN}
+    return {field: torch.where(inputs.mask, value, junk * (-1) ** i) for i, (field, value) in enumerate(values.items())}
+
+
+@every_algorithm
 @pytest.mark.parametrize("junk", [INF, -INF, float("nan"), 1e30])
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_masked_tokens_are_absent_whatever_they_hold(
-    algorithm: Algorithm, make_inputs: MakeInputs, junk: float, estimator: Estimator
-) -> None:
-    inputs, kl, denominators = full_inputs(make_inputs), KLTerm(estimator, 0.3), Denominators(4, 9)
-    clean, clean_metrics = algorithm.loss(inputs, MILD, denominators, kl)
-    clean_gradient = gradient(clean, inputs)
-    spoilt: dict[str, Tensor] = {}
-    for name in ("train_logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy"):
-        for value in (junk, -junk):  # differences of one sign and of the other
-            spoilt[name] = torch.where(inputs.mask, getattr(inputs, name).detach(), value)
-            if name == "train_logprobs":
-                spoilt[name].requires_grad_()
-            dirty_inputs = dataclasses.replace(inputs, **spoilt)
-            dirty, metrics = algorithm.loss(dirty_inputs, MILD, denominators, kl)
-            assert dirty.item() == clean.item()
-            dirty_gradient = gradient(dirty, dirty_inputs)
-            assert dirty_gradient[~inputs.mask].tolist() == [0.0] * 3
-            assert torch.equal(dirty_gradient, clean_gradient)
-            assert metrics.means() == clean_metrics.means() and metrics.maxima() == clean_metrics.maxima()
+def test_masked_tokens_are_absent_whatever_one_field_holds(name: str, junk: float) -> None:
+    inputs = full_inputs()
+    spoilt = [{field: value} for field, value in spoil(inputs, junk).items()]
+    assert_absent(mild(name, **BONUS), inputs, spoilt)
 
 
 @every_loss
+def test_masked_tokens_are_absent_whatever_all_fields_hold(name: str, kind: str) -> None:
+    inputs = full_inputs()
+    assert_absent(mild(name, aggregation=kind, **BONUS), inputs, [spoil(inputs, INF), spoil(inputs, float("nan"))])
+
+
+@every_algorithm
 @pytest.mark.parametrize("size", [200.0, 1e4])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_huge_log_ratios_stay_finite(algorithm: Algorithm, make_inputs: MakeInputs, size: float, estimator: Estimator) -> None:
+def test_huge_log_ratios_stay_finite(name: str, size: float, estimator: Estimator) -> None:
+    """Case 20."""
     log_ratios = [[sign * size] * 2 for sign in (1, -1) for _ in range(3)]
     reference = [-1.5 + sign * size for sign in (1, -1)] * 6
     inputs = make_inputs(log_ratios, [1.0, -1.0, 0.0] * 2, dtype=torch.float32, ref_logprobs=reference)
-    loss, metrics = algorithm.loss(inputs, MILD, Denominators(6, 12), KLTerm(estimator, 0.1))
+    loss, metrics = policy_loss(inputs, mild(name), Denominators(6, 12), KLTerm(estimator, 0.1))
     assert math.isfinite(loss.item())
     assert gradient(loss, inputs).isfinite().all()
     assert all(math.isfinite(value) for value in [*metrics.means().values(), *metrics.maxima().values()])
 
 
-@every_loss
-def test_huge_ratios_have_the_documented_values(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    # Log-ratio 200. A = 1: clipped, 1.08. A = -1: r A with log r bounded by 20, gradient 0.  Log-ratio -200. A = 1: e^-200.
-    # A = -1: clipped, 0.95 x -1.
-    high, low = [(200, 1, 1.08), (200, -1, -math.exp(20))], [(-200, 1, math.exp(-200)), (-200, -1, -0.95)]
-    for log_ratio, advantage, objective in high + low:
-        inputs = make_inputs([[float(log_ratio)]], [float(advantage)])
-        loss, metrics = algorithm.loss(inputs, MILD, Denominators(1, 1))
-        assert loss.item() == pytest.approx(-objective, rel=1e-12)
-        assert gradient(loss, inputs).item() == pytest.approx(0, abs=1e-80)
-        assert metrics.maxima()["ratio/max"] == pytest.approx(math.exp(min(log_ratio, 20)))
-    # Inside the bound a negative advantage keeps its whole gradient: A = -1, log-ratio 10: d loss / d train = e^10.
+HUGE = [(200.0, 1.0), (200.0, -1.0), (-200.0, 1.0), (-200.0, -1.0)]
+LOG_PI = {200.0: 198.5, -200.0: -201.5}
+
+
+@every_algorithm
+@pytest.mark.parametrize(("log_ratio", "advantage"), HUGE)
+def test_huge_ratios_have_the_documented_values(name: str, log_ratio: float, advantage: float) -> None:
+    """Case 20: one token. Where nothing cuts, the log-ratio counts up to 20, and there is no gradient beyond."""
+    # Cut at 1.08 above and 0.95 below; e^-200 stands. CISPO: weight x A x log pi. SAPO: 4 / tau for an endless ratio, and
+    # 4 sigmoid(-tau) / tau for one of 0.
+    cut = {(200.0, 1.0): 1.08, (200.0, -1.0): -math.exp(20), (-200.0, 1.0): math.exp(-200), (-200.0, -1.0): -0.95}
+    weight = 1.08 if log_ratio > 0 else 0.95
+    tau = 1.0 if advantage > 0 else 1.05
+    expected = {
+        "cispo": weight * advantage * LOG_PI[log_ratio],
+        "sapo": advantage * 4 / tau / (1 + (math.exp(tau) if log_ratio < 0 else 0)),
+    }.get(name, cut[log_ratio, advantage])
+    inputs = make_inputs([[log_ratio]], [advantage])
+    loss, metrics = policy_loss(inputs, mild(name, **ONE_TOKEN.get(name, {})), Denominators(1, 1))
+    assert loss.item() == pytest.approx(-expected, rel=1e-12)
+    slope = -weight * advantage if name == "cispo" else 0
+    assert gradient(loss, inputs).item() == pytest.approx(slope, abs=1e-80)
+    assert metrics.maxima()["ratio/max"] == pytest.approx(math.exp(min(log_ratio, 20)))
+
+
+ONE_TOKEN = {"dr_grpo": {"aggregation_length": 1}}  # of a response of one token, its default takes a tenth
+
+
+@every_algorithm
+def test_a_negative_advantage_keeps_its_gradient_inside_the_bound(name: str) -> None:
+    # A = -1, log-ratio 10: d loss / d train = e^10, but where the algorithm caps or fades it
     inputs = make_inputs([[10.0]], [-1.0])
-    assert gradient(algorithm.loss(inputs, MILD, Denominators(1, 1))[0], inputs).item() == pytest.approx(math.exp(10))
+    found = gradient(policy_loss(inputs, mild(name, **ONE_TOKEN.get(name, {})), Denominators(1, 1))[0], inputs).item()
+    assert found == pytest.approx({"cispo": 1.08, "sapo": 0.0}.get(name, math.exp(10)), abs=1e-12)
 
 
 @every_loss
-def test_a_zero_advantage_gives_no_gradient_and_is_not_clipped(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
+def test_a_zero_advantage_gives_no_gradient_and_is_not_clipped(name: str, kind: str) -> None:
     inputs = make_inputs([[1.0, 1.0], [-1.0]], [0.0, 0.0])
-    loss, metrics = algorithm.loss(inputs, MILD, Denominators(2, 3))
+    loss, metrics = policy_loss(inputs, mild(name, aggregation=kind), Denominators(2, 3))
     assert loss.item() == 0
     assert gradient(loss, inputs).tolist() == [0, 0, 0]
-    assert metrics.means()["ratio/clip_fraction"] == 0
+    # CISPO's clip is of the weight, whatever the advantage
+    assert metrics.means().get("ratio/clip_fraction", 0) == (1 if name == "cispo" else 0)
     assert metrics.means()["ratio/log_abs_mean"] == pytest.approx(1.0)
 
 
 @every_loss
 @pytest.mark.parametrize("sequences", [0, 3], ids=["no sequences", "sequences without tokens"])
-def test_a_rank_with_nothing_left(algorithm: Algorithm, make_inputs: MakeInputs, sequences: int) -> None:
-    full, kl = full_inputs(make_inputs), KLTerm("k3", 0.1)
-    nothing = make_inputs([[]] * sequences, [1.0] * sequences, ref_logprobs=[], rollout_logprobs=[], entropy=[])
-    for denominators in (Denominators(4, 9), Denominators(0, 0)):
-        loss, metrics = algorithm.loss(nothing, MILD, denominators, kl)
+def test_a_rank_with_nothing_left(name: str, kind: str, sequences: int) -> None:
+    full, kl, given = full_inputs(), KLTerm("k3", 0.1), mild(name, aggregation=kind, **BONUS)
+    nothing = make_inputs(
+        [[]] * sequences, [1.0] * sequences, weights=[], log_router_shift=[], ref_logprobs=[], rollout_logprobs=[], entropy=[]
+    )
+    for denominators in (GLOBAL, Denominators(0, 0)):
+        loss, metrics = policy_loss(nothing, given, denominators, kl)
         assert loss.item() == 0
         assert gradient(loss, nothing).shape == (0,)
-        filled = algorithm.loss(full, MILD, Denominators(4, 9), kl)[1]
+        filled = policy_loss(full, given, GLOBAL, kl)[1]
         assert [len(vector) for vector in metrics.vector()] == [len(vector) for vector in filled.vector()]
         before = filled.means() | filled.maxima()
         filled.merge(metrics)
@@ -194,57 +170,19 @@ def test_a_rank_with_nothing_left(algorithm: Algorithm, make_inputs: MakeInputs,
 
 
 @every_loss
-def test_everything_masked_is_zero_and_counts_nothing(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    inputs = full_inputs(make_inputs, masked=range(12))
-    loss, metrics = algorithm.loss(inputs, MILD, Denominators(0, 0), KLTerm("k3", 0.1))
+def test_everything_masked_is_zero_and_counts_nothing(name: str, kind: str) -> None:
+    inputs = full_inputs(masked=range(12))
+    loss, metrics = policy_loss(inputs, mild(name, aggregation=kind, **BONUS), Denominators(0, 0), KLTerm("k3", 0.1))
     assert loss.item() == 0
     assert gradient(loss, inputs).tolist() == [0.0] * 12
     assert (metrics.means(), metrics.maxima()) == ({}, {})
 
 
-@every_loss
-def test_the_kl_term_is_a_sequence_mean_of_token_means(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    # Ratio 1, so loss/policy = -(2 - 1) / 2 = -0.5. train - ref = 0.1, 0.3 | -0.2: k2 = (0.005 + 0.045) / 2 = 0.025 | 0.02.
-    # KL = (0.025 + 0.02) / 2 = 0.0225; a token mean would be 0.07 / 3. With coefficient 0.4: loss/kl = 0.009.
-    inputs = make_inputs([[0.0, 0.0], [0.0]], [2.0, -1.0], ref_logprobs=[-1.6, -1.8, -1.3])
-    loss, metrics = algorithm.loss(inputs, MILD, Denominators(2, 3), KLTerm("k2", 0.4))
-    means = metrics.means()
-    assert means["loss/policy"] == pytest.approx(-0.5)
-    assert means["loss/kl"] == pytest.approx(0.009)
-    assert means["loss/total"] == pytest.approx(-0.491)
-    assert loss.item() == pytest.approx(-0.491)
-    # kl/ref is k3 over tokens: e^-d - 1 + d
-    assert means["kl/ref"] == pytest.approx(sum(math.exp(-d) - 1 + d for d in (0.1, 0.3, -0.2)) / 3)
-    # d loss / d train = -A / (n N) + 0.4 d / (n N)
-    expected = [(-2 + 0.4 * 0.1) / 4, (-2 + 0.4 * 0.3) / 4, (1 - 0.4 * 0.2) / 2]
-    assert gradient(loss, inputs).tolist() == pytest.approx(expected, abs=1e-12)
-
-
-@every_loss
-def test_token_metrics_by_hand(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    # Token 1 is masked. |old - rollout| = 0.1, 0.3 | entropy 1, 3.
-    inputs = make_inputs(
-        [[0.0, 0.0], [0.0]], [1.0, 1.0], masked=[1], rollout_logprobs=[-1.6, -9.0, -1.2], entropy=[1.0, 50.0, 3.0]
-    )
-    metrics = algorithm.loss(inputs, MILD, Denominators(2, 2))[1]
-    means = metrics.means()
-    assert means["rollout/logprob_gap_mean"] == pytest.approx(0.2)
-    assert metrics.maxima()["rollout/logprob_gap_max"] == pytest.approx(0.3)
-    assert means["entropy/mean"] == pytest.approx(2.0)
-    assert means["kl/old_new"] == 0
-    assert "loss/kl" not in means and "kl/ref" not in means
-
-
-@every_loss
-def test_only_the_trained_policy_gets_gradient(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    inputs = full_inputs(make_inputs)
-    others = [inputs.old_logprobs, inputs.ref_logprobs, inputs.rollout_logprobs, inputs.advantages, inputs.entropy]
-    leaves = [other.requires_grad_() for other in others if other is not None]
-    loss, _ = algorithm.loss(inputs, MILD, Denominators(4, 9), KLTerm("k3", 0.3))
-    assert torch.autograd.grad(loss, leaves, allow_unused=True) == (None,) * 5
-
-
-@every_loss
-def test_a_kl_term_needs_its_reference(algorithm: Algorithm, make_inputs: MakeInputs) -> None:
-    with pytest.raises(ValueError, match="ref_logprobs: none given"):
-        algorithm.loss(make_inputs([[0.0]], [1.0]), MILD, Denominators(1, 1), KLTerm("k3", 0.1))
+@every_algorithm
+def test_only_the_trained_policy_gets_gradient(name: str) -> None:
+    inputs = full_inputs()
+    others = [value for field in PER_TOKEN if field != "train_logprobs" and (value := getattr(inputs, field)) is not None]
+    leaves = [other.requires_grad_() for other in others]
+    assert len(leaves) == 7
+    loss, _ = policy_loss(inputs, mild(name), GLOBAL, KLTerm("k3", 0.3))
+    assert torch.autograd.grad(loss, leaves, allow_unused=True) == (None,) * 7

@@ -13,7 +13,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("moe_rl", "models", "parallel")
-PURE = ("algorithms", "advantages", "metrics", "batching", "drift/metrics", "drift/sums", "tasks")
+PURE = (
+    "algorithms",
+    "advantages",
+    "token_advantages",
+    "corrections",
+    "shaping",
+    "metrics",
+    "batching",
+    "drift/metrics",
+    "drift/sums",
+    "tasks",
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -99,8 +110,9 @@ def test_pure_modules_do_not_touch_torch_distributed() -> None:
     assert importers("megatron", files) == set()
 
 
-def test_the_watch_and_its_scores_need_no_torch() -> None:
-    code = "import sys, moe_rl.drift.scoring; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["moe_rl.drift.scoring", "moe_rl.config", "moe_rl.algorithms.config"])
+def test_settings_and_the_watch_with_its_scores_need_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
