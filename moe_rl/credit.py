@@ -34,13 +34,13 @@ class Credit:
         parts = [part for minibatch in minibatches for part in minibatch.parts]
         rewards, metrics = self.shape(rollouts)
         penalties = self._penalties(parts, kl_coefficient)
+        of_sequence = torch.zeros_like(rewards)
+        if penalties is not None:
+            of_sequence = self._of_sequences(parts, penalties, len(rollouts))
+            metrics.add("reward/kl_penalty_mean", of_sequence.sum(), len(rollouts))
         group = torch.arange(len(rollouts)) // self.rollout.responses
         if self.algorithm.estimator in SEQUENCE_ESTIMATORS:
-            if penalties is not None:
-                of_sequence = self._of_sequences(parts, penalties, len(rollouts))
-                rewards = rewards - of_sequence
-                metrics.add("reward/kl_penalty_mean", of_sequence.sum(), len(rollouts))
-            advantages, found = self._of_responses(rewards, group)
+            advantages, found = self._of_responses(rewards - of_sequence, group)
             for part in parts:
                 part.advantages = advantages[part.microbatch.members].to(part.sequence.device)[part.sequence]
         else:

@@ -50,7 +50,7 @@ def restricted_sampling_note(config: RunConfig) -> str | None:
     if rollout.logprobs == "full":
         return f"{text}; rollout.logprobs=full compares engine and trainer before that, so no correction sees it"
     effect = f"; algorithm.correction.mode={correction.mode} weighs that too" if correction.mode != "off" else ""
-    return f"{text}, and rollout/logprob_gap holds that difference{effect} (rollout.logprobs=full leaves it out)"
+    return f"{text}, and rollout/logprob_gap_mean holds that difference{effect} (rollout.logprobs=full leaves it out)"
 
 
 def router_shift_note(config: RunConfig) -> str | None:

@@ -14,6 +14,7 @@ from moe_rl.algorithms.base import Denominators, LossInputs
 from moe_rl.algorithms.config import AlgorithmSection
 from moe_rl.algorithms.diagnostics import derived_ratio_metrics
 from moe_rl.algorithms.loss import KLTerm, LossSettings, policy_loss
+from moe_rl.alignment import check_alignment, neighbour_gaps
 from moe_rl.collectives import reduce_drift, reduce_metrics
 from moe_rl.config import DriftSection, ReplaySection, RolloutSection
 from moe_rl.corrections import correction_weights
@@ -74,7 +75,10 @@ class PolicyUpdate:
         return minibatches
 
     def score_old(self, minibatches: Sequence[Minibatch]) -> None:
-        """Log-probabilities and routes under the weights that sampled: the baseline of ratios and of drift."""
+        """Log-probabilities and routes under the weights that sampled: the baseline of ratios and of drift.
+
+        Raises ValueError where the engine's log-probabilities are shifted by a token, or its routes are none.
+        """
         parts = [part for minibatch in minibatches for part in minibatch.parts]
         replay = None
         if self.replay.replays_rollout:
@@ -98,6 +102,15 @@ class PolicyUpdate:
                 if part.rollout_routes is not None and part.old is not None
             ]
             check_engine_records(known)
+        self._check_alignment(parts)
+
+    def _check_alignment(self, parts: Sequence[Prepared]) -> None:
+        sums = torch.zeros(5, dtype=torch.float64, device=self.model.device)
+        for part in parts:
+            if part.old_logprobs is not None and self.model.groups.tensor.rank == 0:
+                sums += neighbour_gaps(part.old_logprobs, part.rollout_logprobs, part.sequence)
+        dist.all_reduce(sums)  # over all ranks, so that none goes on alone
+        check_alignment(sums)
 
     def _forced(self, number: int, part: Prepared, routes: Tensor | None) -> Replay:
         assert routes is not None

@@ -45,7 +45,7 @@ def sample_groups(
         mixed += [(number, group) for group in range(wanted) if _is_mixed(batches[-1], group, responses)]
     kept = mixed[:prompts]
     everywhere = [(r, g) for r, batch in enumerate(batches) for g in range(len(batch.rollouts) // responses)]
-    dropped = [place for place in everywhere if place not in set(mixed)]
+    dropped = sorted(set(everywhere) - set(mixed))
     filled = dropped[: prompts - len(kept)]
     metrics = {
         "sampling/kept_fraction": len(mixed) / drawn,

@@ -10,7 +10,8 @@ import torch
 from models.layer_map import moe_modules
 from models.model import Scores
 from models.stream import Stream
-from moe_rl.config import AlgorithmSection, DriftSection, ReplaySection
+from moe_rl.algorithms.config import AlgorithmSection
+from moe_rl.config import DriftSection, ReplaySection, RolloutSection
 from moe_rl.drift.probe import ProbeSet
 from moe_rl.types import Problem, Response, Rollout
 from moe_rl.update import PolicyUpdate
@@ -45,7 +46,7 @@ def test_noise_is_measured_in_another_batch_shape(
     runtime: Runtime, tmp_path: Path, lengths: list[int], budget: int, first: list[int], second: list[int]
 ) -> None:
     with built(Case(), runtime) as model:
-        update = PolicyUpdate(model, AlgorithmSection(), 1.0, DriftSection(), ReplaySection())
+        update = PolicyUpdate(model, AlgorithmSection(), RolloutSection(), DriftSection(), ReplaySection())
         probe = ProbeSet(update, 16, budget, tmp_path)
         probe.begin([rollout(i, tokens) for i, tokens in enumerate(lengths)])
         passes: list[list[list[int]]] = []
@@ -66,7 +67,7 @@ def test_noise_is_measured_in_another_batch_shape(
 def test_how_far_a_router_has_moved(runtime: Runtime, tmp_path: Path) -> None:
     """One router grows by half, which moves log-probabilities too, and nothing else; the noise is as it was."""
     with built(Case(model=dict(dense_layers=[1])), runtime) as model:
-        update = PolicyUpdate(model, AlgorithmSection(), 1.0, DriftSection(), ReplaySection())
+        update = PolicyUpdate(model, AlgorithmSection(), RolloutSection(), DriftSection(), ReplaySection())
         probe = ProbeSet(update, 16, 100, tmp_path)
         probe.begin([rollout(i, 6) for i in range(4)])
         router = dict(moe_modules(model.bare))[2].mlp.router

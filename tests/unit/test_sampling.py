@@ -133,6 +133,28 @@ def test_top_p_measures_what_temperature_and_top_k_have_left() -> None:
     assert at([0.1, 0.2, 0.3, 0.4], 0.0, temperature=0.5, top_p=0.8) == (2, pytest.approx(math.log(9 / 25), abs=1e-6))
 
 
+@pytest.mark.parametrize(
+    ("restriction", "kept"), [({"top_p": 0.5}, 0.7), ({"top_k": 2}, 0.7), ({"top_k": 3, "top_p": 0.75}, 0.7), ({}, 1.0)]
+)
+def test_full_log_probabilities_are_those_before_top_p_and_top_k(restriction: dict[str, float], kept: float) -> None:
+    """Of 0.1, 0.2, 0.3, 0.4 the last two stay: 0.3 is reported as it is, or as 3/7; the token drawn is the same."""
+    probabilities = [0.1, 0.2, 0.3, 0.4]
+    for uniform in (0.0, 0.3, 0.6, 0.9):
+        token, renormalised = at(probabilities, uniform, **restriction)
+        same, full = at(probabilities, uniform, full_logprobs=True, **restriction)
+        assert same == token and (kept == 1 or token >= 2)
+        assert full == pytest.approx(math.log(probabilities[token]), abs=1e-6)
+        assert renormalised == pytest.approx(math.log(probabilities[token] / kept), abs=1e-6)
+
+
+def test_full_log_probabilities_are_after_temperature() -> None:
+    """Temperature 0.5 squares: 1, 4, 9, 16 of 30, as the trainer computes it; of the best two 16 / 25."""
+    probabilities = [0.1, 0.2, 0.3, 0.4]
+    full = at(probabilities, ALMOST_ONE, temperature=0.5, top_k=2, full_logprobs=True)
+    assert full == (3, pytest.approx(math.log(16 / 30), abs=1e-6))
+    assert at(probabilities, ALMOST_ONE, temperature=0.5, top_k=2) == (3, pytest.approx(math.log(16 / 25), abs=1e-6))
+
+
 def test_greedy_takes_the_largest_with_certainty() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, -1.0, 4.9]])
     tokens, logprobs = draw(logits, torch.tensor([0.99, 0.99]), sampling(temperature=0.0))

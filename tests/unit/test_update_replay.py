@@ -11,8 +11,9 @@ from models.config import OptimizerConfig
 from models.layer_map import moe_modules
 from models.model import MoEModel
 from models.optimizer import Optimizer
+from moe_rl.algorithms.config import AlgorithmSection
 from moe_rl.collectives import reduce_drift
-from moe_rl.config import AlgorithmSection, DriftSection, ReplaySection
+from moe_rl.config import DriftSection, ReplaySection, RolloutSection
 from moe_rl.drift.sums import to_metrics
 from moe_rl.reference import Reference
 from moe_rl.replay import check_rollout_routes
@@ -42,7 +43,7 @@ def rollouts_of(case: Case) -> list[Rollout]:
 def policy_of(model: MoEModel, mode: str = "off", epochs: int = 1, **replay: Any) -> PolicyUpdate:
     algorithm = AlgorithmSection(name="grpo", minibatches=2, epochs=epochs, microbatch_tokens=40)
     section = ReplaySection.model_validate(dict(mode=mode) | replay)
-    return PolicyUpdate(model, algorithm, 1.0, DriftSection(scores_share=1.0), section)
+    return PolicyUpdate(model, algorithm, RolloutSection(), DriftSection(scores_share=1.0), section)
 
 
 def engine_routes(model: MoEModel, rollouts: list[Rollout], seed: int = 0) -> dict[int, Tensor]:
@@ -56,8 +57,11 @@ def engine_routes(model: MoEModel, rollouts: list[Rollout], seed: int = 0) -> di
 
 
 def prepared(policy: PolicyUpdate, rollouts: list[Rollout], routes: dict[int, Tensor] | None = None) -> list[Minibatch]:
-    advantages = torch.linspace(-1, 1, len(rollouts))
-    return policy.prepare(rollouts, advantages, 0, 1, routes)
+    """With an advantage for each sequence, from -1 to 1."""
+    minibatches = policy.prepare(rollouts, 0, 1, routes)
+    for part in (part for minibatch in minibatches for part in minibatch.parts):
+        part.advantages = torch.linspace(-1, 1, len(rollouts))[part.microbatch.members][part.sequence]
+    return minibatches
 
 
 def adam(model: MoEModel, lr: float = 0.02) -> Optimizer:
@@ -216,7 +220,7 @@ def test_without_instruments_and_replay_routers_need_not_show_what_they_choose(r
         for _, module in moe_modules(model.bare):
             module.mlp.router.router_replay = None
         algorithm = AlgorithmSection(name="grpo", minibatches=2, microbatch_tokens=40)
-        policy = PolicyUpdate(model, algorithm, 1.0, DriftSection(enabled=False), ReplaySection())
+        policy = PolicyUpdate(model, algorithm, RolloutSection(), DriftSection(enabled=False), ReplaySection())
         minibatches = prepared(policy, rollouts_of(MIXED))
         policy.score_old(minibatches)
         optimizer = adam(model)
@@ -231,7 +235,7 @@ def test_the_tokens_that_are_called_clipped_are_those_that_the_loss_counts(runti
     """Under GSPO whole sequences: a token's gradient is cut where its sequence's is."""
     with built(MIXED, runtime) as model:
         algorithm = AlgorithmSection.model_validate(dict(name=name, minibatches=2, clip_low=clip, clip_high=clip))
-        policy = PolicyUpdate(model, algorithm, 1.0, DriftSection(), ReplaySection())
+        policy = PolicyUpdate(model, algorithm, RolloutSection(), DriftSection(), ReplaySection())
         minibatches = prepared(policy, rollouts_of(MIXED))
         policy.score_old(minibatches)
         optimizer = adam(model)
