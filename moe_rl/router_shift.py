@@ -29,19 +29,24 @@ def measure_router_shift(
 ) -> None:
     """Sets the parts' log_router_shift (collective): a pass with the present weights, along the routes of the update.
 
-    A response token's factor is that of the position that decides it. The layers of all pipeline stages count, and a pass of
-    its own is how the last stage knows of the others' before its loss.
+    With several pipeline stages that is how the last one knows of the others' layers before its loss; with one, the update's
+    own forward will do (`note_router_shift`).
     """
-    model = observer.model
-    model.score([part.microbatch.stream for part in parts], replay)
+    observer.model.score([part.microbatch.stream for part in parts], replay)
     for part in parts:
-        stream, old = part.microbatch.stream, part.old
-        sums = torch.zeros(stream.size, dtype=torch.float64, device=model.device)
-        if model.moe_layers:
-            new, rows = observer.record(stream), stream.observe
-            assert old is not None and old.gates is not None and new.gates is not None and rows is not None
-            sums[stream.first + rows] = gate_shift(old.gates, new.gates, old.choice[rows]).double().sum(dim=-1)
-        if model.groups.model.size > 1:  # tensor ranks hold other tokens, pipeline stages other layers
-            dist.all_reduce(sums, group=model.groups.model.group)
-        whole = sums[stream.score_at] / len(model.config.moe_layers)
-        part.log_router_shift = log_factor(whole[:, None], floor).float()
+        note_router_shift(observer, part, floor)
+
+
+def note_router_shift(observer: RouteObserver, part: Prepared, floor: float) -> None:
+    """Sets log_router_shift from the pass that the part's stream went through last (collective over the model's ranks). A
+    response token's factor is that of the position that decides it."""
+    model, stream, old = observer.model, part.microbatch.stream, part.old
+    sums = torch.zeros(stream.size, dtype=torch.float64, device=model.device)
+    if model.moe_layers:
+        new, rows = observer.record(stream), stream.observe
+        assert old is not None and old.gates is not None and new.gates is not None and rows is not None
+        sums[stream.first + rows] = gate_shift(old.gates, new.gates, old.choice[rows]).double().sum(dim=-1)
+    if model.groups.model.size > 1:  # tensor ranks hold other tokens, pipeline stages other layers
+        dist.all_reduce(sums, group=model.groups.model.group)
+    whole = sums[stream.score_at] / len(model.config.moe_layers)
+    part.log_router_shift = log_factor(whole[:, None], floor).float()

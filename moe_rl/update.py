@@ -25,7 +25,7 @@ from moe_rl.microbatches import Minibatch, Prepared
 from moe_rl.preparation import lay_out, prepare
 from moe_rl.reference import Reference
 from moe_rl.replay import ReplayPolicy, Routes, check_engine_records, count_replayed, replay_metrics, spread_filler
-from moe_rl.router_shift import measure_router_shift
+from moe_rl.router_shift import measure_router_shift, note_router_shift
 from moe_rl.types import Rollout
 from parallel.groups import Groups
 
@@ -147,10 +147,12 @@ class PolicyUpdate:
     def step(self, minibatch: Minibatch, optimizer: Optimizer, kl: KLTerm | None, *, moved: bool = True) -> Updated:
         """Forward, backward, optimizer step on one minibatch. moved: whether the weights differ from those of the old pass."""
         replay = [part.replay for part in minibatch.parts if part.replay is not None] or None
-        if self.algorithm.router_shift and moved:
-            measure_router_shift(self.observer, minibatch.parts, replay, self.algorithm.router_shift_floor)
+        shifted, floor = self.algorithm.router_shift and moved, self.algorithm.router_shift_floor
+        one_stage = self.model.groups.pipeline.size == 1
+        if shifted and not one_stage:
+            measure_router_shift(self.observer, minibatch.parts, replay, floor)
         optimizer.zero_grad()
-        losses = [self._loss(part, minibatch.denominators, kl) for part in minibatch.parts]
+        losses = [self._loss(part, minibatch.denominators, kl, shifted and one_stage) for part in minibatch.parts]
         results = self.model.accumulate_gradients(minibatch.streams, losses, minibatch.tokens, replay)
         metrics = None
         if results:
@@ -160,8 +162,10 @@ class PolicyUpdate:
         drift = self._drift(minibatch) if self.drift.enabled else {}
         return Updated(metrics, drift, optimizer.step(), self._replayed(minibatch) if replay else None)
 
-    def _loss(self, part: Prepared, denominators: Denominators, kl: KLTerm | None) -> Loss:
+    def _loss(self, part: Prepared, denominators: Denominators, kl: KLTerm | None, note_shift: bool) -> Loss:
         def loss(scores: Scores) -> tuple[Tensor, Metrics]:
+            if note_shift:
+                note_router_shift(self.observer, part, self.algorithm.router_shift_floor)
             part.train_logprobs = scores.logprobs.detach()
             entropy = scores.entropy if self.settings.entropy_coefficient else scores.entropy.detach()
             return policy_loss(_loss_inputs(part, scores.logprobs, entropy), self.settings, denominators, kl)

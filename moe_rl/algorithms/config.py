@@ -103,7 +103,8 @@ class AlgorithmSection(Section):
     )
     entropy_coefficient: NonNegativeFloat = Field(default=0.0, description="bonus on the entropy of next-token distributions")
     router_shift: bool = Field(
-        default=False, description="scale each token's ratio by how far its routers moved (RSPO); costs a pass an update"
+        default=False,
+        description="scale each token's ratio by how far its routers moved (RSPO); a pass more an update with pipeline stages",
     )
     router_shift_floor: float = Field(default=0.8, gt=0, le=1, description="least such factor")
     correction: CorrectionSection = CorrectionSection()
