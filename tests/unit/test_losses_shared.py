@@ -106,6 +106,7 @@ def test_huge_log_ratios_stay_finite(name: str, size: float, estimator: Estimato
 
 HUGE = [(200.0, 1.0), (200.0, -1.0), (-200.0, 1.0), (-200.0, -1.0)]
 LOG_PI = {200.0: 198.5, -200.0: -201.5}
+ONE_TOKEN = {"dr_grpo": {"aggregation_length": 1}}  # of a response of one token, its default takes a tenth
 
 
 @every_algorithm
@@ -127,9 +128,6 @@ def test_huge_ratios_have_the_documented_values(name: str, log_ratio: float, adv
     slope = -weight * advantage if name == "cispo" else 0
     assert gradient(loss, inputs).item() == pytest.approx(slope, abs=1e-80)
     assert metrics.maxima()["ratio/max"] == pytest.approx(math.exp(min(log_ratio, 20)))
-
-
-ONE_TOKEN = {"dr_grpo": {"aggregation_length": 1}}  # of a response of one token, its default takes a tenth
 
 
 @every_algorithm
