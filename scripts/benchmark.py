@@ -69,13 +69,13 @@ def updates(config: RunConfig, table: Table) -> None:
         optimizer = model.optimizer(config.optimizer, 1000)
 
         def update(drift: DriftSection, mode: str = "off") -> Callable[[], Any]:
-            policy = PolicyUpdate(model, config.algorithm, 1.0, drift, ReplaySection.model_validate({"mode": mode}))
+            policy = PolicyUpdate(model, config.algorithm, config.rollout, drift, ReplaySection.model_validate({"mode": mode}))
             minibatch = prepared(policy, config)
             return lambda: policy.step(minibatch, optimizer, None)
 
         on, blind, r2 = update(config.drift), update(OFF), update(config.drift, "r2")
         r2_blind = update(OFF, "r2")
-        minibatch = prepared(PolicyUpdate(model, config.algorithm, 1.0, OFF, ReplaySection()), config)
+        minibatch = prepared(PolicyUpdate(model, config.algorithm, config.rollout, OFF, ReplaySection()), config)
         row(table, "update", on, "bare Megatron step", lambda: bare_step(model, optimizer, minibatch))
         row(table, "update, drift measured", on, "drift off", blind)
         row(table, "update, r2", r2, "replay off", on)
@@ -151,8 +151,11 @@ def prepared(update: PolicyUpdate, config: RunConfig) -> Minibatch:
         Rollout(i, problem, t[:PROMPT], Response(t[PROMPT:], [0.0] * RESPONSE, "stop"), "", 0.0) for i, t in enumerate(tokens)
     ]
     single = config.algorithm.model_copy(update={"minibatches": 1})
-    one = PolicyUpdate(update.model, single, 1.0, update.drift, ReplaySection())
-    (minibatch,) = one.prepare(rollouts, torch.randn(SEQUENCES, generator=generator), seed=0, step=0)
+    one = PolicyUpdate(update.model, single, config.rollout, update.drift, ReplaySection())
+    (minibatch,) = one.prepare(rollouts, seed=0, step=0)
+    advantages = torch.randn(SEQUENCES, generator=generator)
+    for part in minibatch.parts:
+        part.advantages = advantages[part.microbatch.members].to(part.sequence.device)[part.sequence]
     update.score_old([minibatch])
     return minibatch
 
