@@ -16,6 +16,7 @@ _TRAIN_EXAMPLES = """\
 examples:
   moe-rl train configs/quickstart.yaml
   moe-rl train configs/quickstart.yaml run.name=grpo algorithm.name=grpo optimizer.lr=5e-5
+  moe-rl train configs/quickstart.yaml run.name=ppo algorithm.name=ppo critic.optimizer.lr=3e-4
   moe-rl train configs/quickstart.yaml parallel.tensor=2             (another layout: starts 2 processes)
   moe-rl train configs/quickstart.yaml parallel.pipeline=2 run.processes=4
   moe-rl train configs/quickstart.yaml task.name=jsonl task.options={} task.train_path=problems.jsonl
