@@ -165,7 +165,10 @@ class AlgorithmSection(Section):
                 f"and here it is {self.aggregates}; leave it out"
             )
         if self.estimator not in spec.advantages:
-            raise ValueError(f"algorithm.advantage={self.estimator}: contradicts {name}: {spec.why}{_choices(spec.advantages)}")
+            hint = "; gspo_token takes advantages that differ within a sequence" if self.name == "gspo" else ""
+            raise ValueError(
+                f"algorithm.advantage={self.estimator}: contradicts {name}: {spec.why}{_choices(spec.advantages)}{hint}"
+            )
         if self.name == "dr_grpo" and self.advantage_std:
             raise ValueError(f"algorithm.advantage_std=true: contradicts {name}: {spec.why}")
         if self.advantage_std is not None and self.estimator != "group":

@@ -130,7 +130,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
         aggregations=("seq_mean_token_mean",),
         advantages=SEQUENCE_ESTIMATORS,
         paper="arXiv 2507.18071",
-        why=f"it has {_LENGTHS}; gspo_token takes advantages that differ within a sequence",
+        why=f"it has {_LENGTHS}",
     ),
     "gspo_token": Algorithm(
         "gspo_token",
