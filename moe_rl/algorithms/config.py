@@ -165,9 +165,9 @@ class AlgorithmSection(Section):
                 f"and here it is {self.aggregates}; leave it out"
             )
         if self.estimator not in spec.advantages:
-            hint = "; gspo_token takes advantages that differ within a sequence" if self.name == "gspo" else ""
+            hint = " (gspo_token takes advantages that differ within a sequence)" if self.name == "gspo" else ""
             raise ValueError(
-                f"algorithm.advantage={self.estimator}: contradicts {name}: {spec.why}{_choices(spec.advantages)}{hint}"
+                f"algorithm.advantage={self.estimator}: contradicts {name}: {spec.why}{hint}{_choices(spec.advantages)}"
             )
         if self.name == "dr_grpo" and self.advantage_std:
             raise ValueError(f"algorithm.advantage_std=true: contradicts {name}: {spec.why}")

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from moe_rl import config
 from moe_rl.algorithms.table import Name
 from tests.distributed.layouts import assert_close
 from tests.distributed.ranks import train_on_ranks
@@ -32,6 +33,22 @@ AROUND = {
     "rspo": ["algorithm.name=gmpo", "algorithm.router_shift=true", "algorithm.router_shift_floor=0.5"],
     "dapo": ["algorithm.name=dapo", "task.scorer=tests.distributed.rewards:mostly_even", "shaping.overlong_buffer=3"],
 }
+# The quickstart's task, at a size that many runs of it fit in a minute
+QUICKSTART = [
+    "parallel.expert=1",
+    "model.hidden=32",
+    "model.head_dim=8",
+    "model.moe_ffn=32",
+    "task.options={partial_credit: true}",  # so that an untrained model's rewards differ
+    "task.train_size=64",
+    "task.eval_size=16",
+    "sft.stop_at=null",
+    "rollout.prompts=4",
+    "rollout.responses=4",
+    "eval.problems=16",
+    "eval.every=0",
+    "tracking.rollouts_every=0",
+]
 LONG = ["algorithm.name=ppo", *KL, "algorithm.kl_target=0.01", "checkpoint.every=1", "checkpoint.keep=9"]
 
 
@@ -45,7 +62,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     found = Runs(tmp_path_factory.mktemp("runs"))
     start = f"checkpoint.load={found.folder / 'base'}"
     configs: dict[int, list[Any]] = {1: [found.config("base", "sft.steps=3", "run.steps=0")], 2: []}
-    configs[1] += [found.config(f"all-{each}", start, f"algorithm.name={each}", "run.steps=2") for each in get_args(Name)]
+    small = [f"run.dir={found.folder}", *QUICKSTART]
+    configs[1].append(config.load("configs/quickstart.yaml", [*small, "run.name=quickstart", "sft.steps=3", "run.steps=0"]))
+    small += [f"checkpoint.load={found.folder / 'quickstart'}", "sft.steps=0", "run.steps=3"]
+    configs[1] += [
+        config.load("configs/quickstart.yaml", [*small, f"run.name=all-{each}", f"algorithm.name={each}"])
+        for each in get_args(Name)
+    ]
     for layout, (world, settings) in LAYOUTS.items():
         configs[world] += [
             found.config(name(layout, what), start, *settings, *extra, "run.steps=1") for what, extra in AROUND.items()
@@ -62,14 +85,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("algorithm", get_args(Name))
-def test_every_algorithm_trains(runs: Runs, algorithm: str) -> None:
+def test_every_algorithm_trains_on_the_task_of_the_quickstart(runs: Runs, algorithm: str) -> None:
     lines = runs.steps(f"all-{algorithm}")
     for line in lines[1:]:
         assert all(value is not None and math.isfinite(value) for value in line.values())
         assert line["optimizer/grad_norm"] > 0
         assert line["rollout/logprob_gap_max"] < 1e-4  # case 23: aligned with the recompute of the weights that sampled
         assert line["ratio/effective_sample_share"] < 1  # the later minibatches are off-policy
-    moved, loaded = tensors(runs.saved(f"all-{algorithm}", 2)), tensors(runs.saved("base", 0))
+    moved, loaded = tensors(runs.saved(f"all-{algorithm}", 3)), tensors(runs.saved("quickstart", 0))
     weights = [key for key in loaded if not key.startswith(("optimizer.", "random"))]
     assert sum(not torch.equal(moved[key], loaded[key]) for key in weights) > 0.9 * len(weights)
 
