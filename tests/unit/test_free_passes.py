@@ -116,11 +116,11 @@ def test_reference_and_critic_replay_nothing_and_disturb_no_replay(runtime: Runt
             policy.step(minibatch, optimizer, None)
             for part in minibatch.parts:  # and yet the policy's update was held to its routes
                 log = part.microbatch.stream.routes
-                assert log is not None and log.replay is part.replay is not None
+                assert log is not None and part.replay is not None and log.replay is part.replay
                 if mode != "filtered":
                     assert torch.equal(chosen(part), part.replay.routes.long())
         for part, replay, routes in zip(parts, held, before, strict=True):
-            assert part.replay is replay is not None and torch.equal(replay.routes, routes)
+            assert replay is not None and part.replay is replay and torch.equal(replay.routes, routes)
         assert any(not torch.equal(chosen(p), live(p)) for p in parts)  # the routers would have gone elsewhere
 
 
