@@ -3,12 +3,13 @@
     .venv/bin/python scripts/benchmark.py [key=value ...]
 
 Rows: an update (loss, drift and metrics included) against a bare forward, cross-entropy, backward and optimizer step of the
-same model on the same tokens; routing replay; the losses, and RSPO's router shift; the instruments in whole training steps, in
-most of them,
-in those that are looked at closely, and with everything on every token; and log-probabilities in chunks against all at once, by
-time and by peak memory. A ratio is the median over rounds of the ratio of neighbours in time.
+same model on the same tokens; routing replay; the losses, and RSPO's router shift; what a reference and a critic add in memory;
+the instruments in whole training steps, in most of them, in those that are looked at closely, and with everything on every
+token; and log-probabilities in chunks against all at once, by time and by peak memory. A ratio is the median over rounds of the
+ratio of neighbours in time.
 """
 
+import gc
 import multiprocessing
 import statistics
 import sys
@@ -30,13 +31,14 @@ from moe_rl import config as configuration
 from moe_rl.algorithms.config import AlgorithmSection
 from moe_rl.algorithms.table import ALGORITHMS
 from moe_rl.config import DriftSection, ReplaySection, RunConfig
+from moe_rl.critic import Critic
 from moe_rl.preparation import prepare
+from moe_rl.reference import Reference
 from moe_rl.session import opened
-from moe_rl.study.grid import peak_bytes
 from moe_rl.trainer import Trainer
 from moe_rl.types import Problem, Response, Rollout
 from moe_rl.update import Minibatch, PolicyUpdate
-from parallel.groups import process_groups
+from parallel.groups import Groups, process_groups
 from parallel.runtime import started
 from parallel.schedule import run_microbatches
 
@@ -61,7 +63,7 @@ def main() -> None:
     table = Table("what", "median", "of", "median", "ratio", title=f"updates: {SEQUENCES} x {PROMPT + RESPONSE} tokens")
     updates(config, table)
     steps(root, overrides, table)
-    memory(table)
+    logprob_memory(table)
     Console(width=120).print(table)
 
 
@@ -70,8 +72,7 @@ def updates(config: RunConfig, table: Table) -> None:
         started(config.run.seed, config.run.threads, config.parallel.timeout_seconds) as here,
         process_groups(config.parallel) as groups,
     ):
-        model = MoEModel(config.model, groups, here.device, config.run.seed)
-        optimizer = model.optimizer(config.optimizer, 1000)
+        model, optimizer = state(config, groups, here.device, table)
 
         def update(drift: DriftSection, mode: str = "off", algorithm: AlgorithmSection = config.algorithm) -> Callable[[], Any]:
             replay = ReplaySection.model_validate({"mode": mode})
@@ -92,6 +93,30 @@ def updates(config: RunConfig, table: Table) -> None:
             row(table, what, update(OFF, algorithm=other), f"update, {config.algorithm.name}", blind, rounds=5)
         shifted = update(OFF, algorithm=config.algorithm.model_copy(update={"router_shift": True}))
         row(table, "update, router shift, drift off", shifted, "without", blind)
+
+
+def state(config: RunConfig, groups: Groups, device: torch.device, table: Table) -> tuple[MoEModel, Optimizer]:
+    """What a policy holds from step to step: weights, gradients, moments; and what a reference and a critic add."""
+    before = held()
+    model = MoEModel(config.model, groups, device, config.run.seed)
+    optimizer = model.optimizer(config.optimizer, 1000)
+    policy = held() - before
+    kept: list[Any] = [Reference(model)]
+    reference = held() - before
+    kept = [Critic(model, config.critic, config.run.seed, 1000)]
+    critic = held() - before
+    for name, size in (("with a reference (KL)", reference), ("with a critic (PPO)", critic)):
+        cells = [f"{b / 2**20:.1f} MiB" for b in (size, policy)]
+        table.add_row(f"state of a policy {name}", cells[0], "without", cells[1], f"{size / policy:.2f}")
+    del kept
+    return model, optimizer
+
+
+def held() -> int:
+    """Bytes of all tensors that are alive."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def steps(root: Path, overrides: list[str], table: Table) -> None:
@@ -126,7 +151,7 @@ def steps(root: Path, overrides: list[str], table: Table) -> None:
             )
 
 
-def memory(table: Table) -> None:
+def logprob_memory(table: Table) -> None:
     """Each in a process of its own: peak resident memory above what it had before."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         whole, chunked = (pool.apply(score, (chunk,)) for chunk in (TOKENS, 256))
@@ -142,10 +167,16 @@ def score(chunk: int) -> tuple[float, float]:
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    before, start = peak_bytes(), CLOCK()
+    before, start = _peak(), CLOCK()
     logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, 1.0, chunk, Vocabulary(0, VOCABULARY, None))
     (logprobs.sum() + entropy.sum()).backward()
-    return (peak_bytes() - before) / 2**20, (CLOCK() - start) * 1e3
+    return (_peak() - before) / 2**20, (CLOCK() - start) * 1e3
+
+
+def _peak() -> int:
+    """Bytes. Not getrusage's: a new process inherits that of the one that started it."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
 
 
 def prepared(update: PolicyUpdate, config: RunConfig) -> Minibatch:

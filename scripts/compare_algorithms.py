@@ -81,7 +81,7 @@ def _train_all(seeds: Sequence[int], points: Sequence[Point], processes: int) ->
         if why:
             failed[f"warm start of seed {seed}"] = why
     startable = [point for point in points if f"warm start of seed {point.seed}" not in failed]
-    # a fresh process a run, so that its peak memory is its own
+    # a fresh process a run, so that no run pays for what Megatron keeps of another
     for number, (point, done) in enumerate(grid.as_done(_run, startable, processes, 1), start=1):
         if why := grid.failure(done, point.settings().directory):
             failed[point.name] = why

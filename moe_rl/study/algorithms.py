@@ -1,7 +1,7 @@
 """The table of scripts/compare_algorithms.sh: what each algorithm learned, and what it cost beside GRPO."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,6 @@ class Outcome:
     after: float
     best_reward: float
     cpu_seconds: float
-    peak_bytes: float
 
 
 def table(directories: Mapping[Key, Path]) -> str:
@@ -29,14 +28,14 @@ def table(directories: Mapping[Key, Path]) -> str:
     outcomes = {key: found for key, directory in directories.items() if (found := read(directory)) is not None}
     rows = list(dict.fromkeys((method, lr) for method, lr, _ in directories))
     lines = [
-        "| algorithm | lr | runs | pass@1 before | after, mean | range | gain | best reward | CPU time | peak memory |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| algorithm | lr | runs | pass@1 before | after, mean | range | gain | best reward | CPU time |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for method, lr in rows:
         seeds = {seed: found for (m, x, seed), found in outcomes.items() if (m, x) == (method, lr)}
         wanted = sum((m, x) == (method, lr) for m, x, _ in directories)
         if not seeds:
-            lines.append(f"| {method} | {lr:g} | 0 of {wanted} | - | - | - | - | - | - | - |")
+            lines.append(f"| {method} | {lr:g} | 0 of {wanted} | - | - | - | - | - | - |")
             continue
         after = [found.after for found in seeds.values()]
         cells = [
@@ -48,8 +47,7 @@ def table(directories: Mapping[Key, Path]) -> str:
             f"{min(after):.3f} - {max(after):.3f}",
             f"{fmean(found.after - found.before for found in seeds.values()):+.3f}",
             f"{fmean(found.best_reward for found in seeds.values()):.3f}",
-            _relative([(f.cpu_seconds, s) for s, f in seeds.items()], outcomes, lr, "cpu_seconds"),
-            _relative([(f.peak_bytes, s) for s, f in seeds.items()], outcomes, lr, "peak_bytes"),
+            _relative(seeds, outcomes, lr),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -66,7 +64,11 @@ def read(directory: Path) -> Outcome | None:
     return Outcome(steps[0]["eval/pass_at_1"], summary["eval/pass_at_1"], max(means), cost["cpu_seconds"], cost["peak_bytes"])
 
 
-def _relative(values: Sequence[tuple[float, int]], outcomes: Mapping[Key, Outcome], lr: float, what: str) -> str:
-    """Mean over the seeds of the ratio to GRPO's run of the same seed."""
-    ratios = [value / getattr(base, what) for value, seed in values if (base := outcomes.get((BASELINE, lr, seed))) is not None]
+def _relative(seeds: Mapping[int, Outcome], outcomes: Mapping[Key, Outcome], lr: float) -> str:
+    """CPU time over that of GRPO's run of the same seed, mean over the seeds."""
+    ratios = [
+        found.cpu_seconds / base.cpu_seconds
+        for seed, found in seeds.items()
+        if (base := outcomes.get((BASELINE, lr, seed))) is not None
+    ]
     return f"{fmean(ratios):.2f}" if ratios else "-"

@@ -46,7 +46,7 @@ def failure(done: "Future[float]", directory: Path) -> str:
 def trained(settings: config.RunConfig) -> float:
     """The held-out pass@1 at the end. A run that is not finished begins anew: only its end is saved.
 
-    costs.json gets the CPU seconds of the run and the peak memory of its process so far, in bytes.
+    costs.json gets the CPU seconds of the run.
     """
     if not finished(settings):
         from moe_rl.trainer import train
@@ -56,7 +56,7 @@ def trained(settings: config.RunConfig) -> float:
         with (settings.directory / "output.txt").open("a", encoding="utf-8") as file:
             with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
                 train(settings)
-        costs = {"cpu_seconds": time.process_time() - began, "peak_bytes": peak_bytes()}
+        costs = {"cpu_seconds": time.process_time() - began}
         (settings.directory / COSTS).write_text(json.dumps(costs) + "\n", encoding="utf-8")
     return tracking.read_summary(settings.directory)["eval/pass_at_1"]
 
@@ -70,12 +70,6 @@ def finished(settings: config.RunConfig) -> bool:
     return all(
         was[section].get(key, value) == value for section in now if section in was for key, value in now[section].items()
     )
-
-
-def peak_bytes() -> int:
-    """The most memory this process has held. Not getrusage's: a new process inherits that of the one that started it."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
 
 
 def integers(text: str) -> list[int]:
