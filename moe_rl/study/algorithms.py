@@ -61,7 +61,7 @@ def read(directory: Path) -> Outcome | None:
     steps, cost = rundir.read_metrics(directory), json.loads(costs.read_text(encoding="utf-8"))
     rewards = [line["reward/mean"] for line in steps if line.get("reward/mean") is not None]
     means = [fmean(rewards[i : i + 5]) for i in range(max(1, len(rewards) - 4))]
-    return Outcome(steps[0]["eval/pass_at_1"], summary["eval/pass_at_1"], max(means), cost["cpu_seconds"], cost["peak_bytes"])
+    return Outcome(steps[0]["eval/pass_at_1"], summary["eval/pass_at_1"], max(means), cost["cpu_seconds"])
 
 
 def _relative(seeds: Mapping[int, Outcome], outcomes: Mapping[Key, Outcome], lr: float) -> str:

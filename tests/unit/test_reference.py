@@ -45,13 +45,15 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_reference_scores_as_it_did_and_the_policy_comes_back_to_the_bit(runtime: Runtime, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "on_cpu"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
+def test_the_reference_scores_as_it_did_and_the_policy_comes_back_to_the_bit(
+    runtime: Runtime, seed: int, on_cpu: bool
+) -> None:
     with built(WITH_BIAS, runtime) as model:
         move(model, seed)
         first, first_logprobs = everything(model), logprobs(model)
         addresses = [p.data_ptr() for p in model.bare[0].parameters()]
-        reference = Reference(model)
+        reference = Reference(model, on_cpu=on_cpu)
         for other in (seed + 100, seed + 200):
             move(model, other)
             policy, policy_logprobs = everything(model), logprobs(model)
