@@ -94,11 +94,11 @@ def test_the_narrow_clip_is_resolved_in_float32() -> None:
 
 
 def test_the_mean_over_thousands_of_tokens_is_resolved_in_float32() -> None:
-    # Half the tokens +1, half -1 but for 4.1e-4 more: a float32 running sum over 20,000 of them would be off by more than the
-    # clip range leaves between 4.1e-4 (cut) and 3.9e-4 (not).
-    length = 20_000
-    for extra, cut in ((4.1e-4, 1.0), (3.9e-4, 0.0)):
-        inputs = make_inputs([[1.0 + 2 * extra, -1.0] * (length // 2)], [1.0], dtype=torch.float32)
+    # 10,000 tokens of 1 + 2 x 3.9e-4, then as many of -1: the mean 3.9e-4 is inside, 4.1e-4 is not. A float32 sum near 10,000
+    # moves in steps of 9.8e-4, so that each 1 + 7.8e-4 would count as 1 + 9.8e-4, and the mean as 4.9e-4: cut.
+    half = 10_000
+    for mean, cut in ((4.1e-4, 1.0), (3.9e-4, 0.0)):
+        inputs = make_inputs([[1.0 + 2 * mean] * half + [-1.0] * half], [1.0], dtype=torch.float32)
         assert policy_loss(inputs, NARROW, counts(inputs))[1].means()["ratio/clip_fraction"] == cut
 
 
