@@ -13,6 +13,7 @@ install_import_hook(
         "moe_rl.metrics",
         "moe_rl.advantages",
         "moe_rl.token_advantages",
+        "moe_rl.alignment",
         "moe_rl.corrections",
         "moe_rl.shaping",
         "moe_rl.batching",

@@ -44,6 +44,8 @@ class CorrectionSection(Section):
     def _check(self) -> Self:
         key = "algorithm.correction"
         if self.mode == "off":
+            if idle := [name for name in ("low", "high") if getattr(self, name) is not None]:
+                raise ValueError(f"{key}.{idle[0]}={getattr(self, idle[0]):g}: nothing is corrected; set {key}.mode")
             return self
         if self.level == "sequence" and self.mode == "icepop":
             raise ValueError(f"{key}.level=sequence: icepop decides for each token; set {key}.mode=sequence_mask or mis")
@@ -52,8 +54,10 @@ class CorrectionSection(Section):
             raise ValueError(f"{key}.low={low:g}: {self.mode} has no lower bound; leave it out, or set {key}.mode=icepop")
         if low is not None and low >= high:
             raise ValueError(f"{key}.low={low:g}: must be below {key}.high={high:g}")
-        if self.mode == "sequence_mask" and low is not None and not low <= 1 <= high:
-            raise ValueError(f"{key}: [{low:g}, {high:g}] must hold 1, the ratio of an engine that agrees")
+        if high < 1 or (low is not None and low > 1):
+            name, value = ("high", high) if high < 1 else ("low", low)
+            side = "at least 1" if high < 1 else "at most 1"
+            raise ValueError(f"{key}.{name}={value:g}: must be {side}, the ratio of an engine that agrees with the trainer")
         return self
 
 

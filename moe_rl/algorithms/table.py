@@ -99,7 +99,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
         clip_high=0.27,
         aggregations=ANY_AGGREGATION,
         advantages=("group",),
-        paper="arXiv 2402.03300",
+        paper="arXiv 2402.03300; clip range: 2507.18071, section 5.1",
         why="its advantage is relative to the group",
     ),
     "dr_grpo": Algorithm(

@@ -63,7 +63,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     start = f"checkpoint.load={found.folder / 'base'}"
     configs: dict[int, list[Any]] = {1: [found.config("base", "sft.steps=3", "run.steps=0")], 2: []}
     small = [f"run.dir={found.folder}", *QUICKSTART]
-    configs[1].append(config.load("configs/quickstart.yaml", [*small, "run.name=quickstart", "sft.steps=3", "run.steps=0"]))
+    configs[1].append(
+        config.load("configs/quickstart.yaml", [*small, "run.name=quickstart", "sft.steps=60", "sft.batch=32", "run.steps=0"])
+    )
     small += [f"checkpoint.load={found.folder / 'quickstart'}", "sft.steps=0", "run.steps=3"]
     configs[1] += [
         config.load("configs/quickstart.yaml", [*small, f"run.name=all-{each}", f"algorithm.name={each}"])
@@ -89,9 +91,10 @@ def test_every_algorithm_trains_on_the_task_of_the_quickstart(runs: Runs, algori
     lines = runs.steps(f"all-{algorithm}")
     for line in lines[1:]:
         assert all(value is not None and math.isfinite(value) for value in line.values())
-        assert line["optimizer/grad_norm"] > 0
         assert line["rollout/logprob_gap_max"] < 1e-4  # case 23: aligned with the recompute of the weights that sampled
-        assert line["ratio/effective_sample_share"] < 1  # the later minibatches are off-policy
+    # in some step: with four small groups, rewards may all be equal in one
+    assert max(line["optimizer/grad_norm"] for line in lines[1:]) > 0.1
+    assert min(line["ratio/effective_sample_share"] for line in lines[1:]) < 1  # later minibatches are off-policy
     moved, loaded = tensors(runs.saved(f"all-{algorithm}", 3)), tensors(runs.saved("quickstart", 0))
     weights = [key for key in loaded if not key.startswith(("optimizer.", "random"))]
     assert sum(not torch.equal(moved[key], loaded[key]) for key in weights) > 0.9 * len(weights)

@@ -171,8 +171,11 @@ def test_weights_of_tokens_need_terms_of_tokens(file: Path, name: Name) -> None:
         (["mode=mis", "low=0.5"], "algorithm.correction.low=0.5: mis has no lower bound; leave it out, or set "),
         (["mode=icepop", "low=5"], "algorithm.correction.low=5: must be below algorithm.correction.high=5"),
         (["mode=icepop", "high=0.4"], "algorithm.correction.low=0.5: must be below algorithm.correction.high=0.4"),
-        (["mode=sequence_mask", "low=1.0005"], "algorithm.correction: [1.0005, 1.001] must hold 1, the ratio of an engine"),
-        (["mode=sequence_mask", "high=0.9995"], "algorithm.correction: [0.999, 0.9995] must hold 1, the ratio of an engine"),
+        (["mode=sequence_mask", "low=1.0005"], "algorithm.correction.low=1.0005: must be at most 1, the ratio of an engine"),
+        (["mode=sequence_mask", "high=0.9995"], "algorithm.correction.high=0.9995: must be at least 1, the ratio of an engine"),
+        (["mode=tis", "high=0.5"], "algorithm.correction.high=0.5: must be at least 1, the ratio of an engine"),
+        (["mode=icepop", "low=2"], "algorithm.correction.low=2: must be at most 1, the ratio of an engine"),
+        (["high=3"], "algorithm.correction.high=3: nothing is corrected; set algorithm.correction.mode"),
         (["mode=tis", "high=0"], "algorithm.correction.high=0: must be greater than 0"),
     ],
 )

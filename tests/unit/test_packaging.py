@@ -17,6 +17,7 @@ PURE = (
     "algorithms",
     "advantages",
     "token_advantages",
+    "alignment",
     "corrections",
     "shaping",
     "metrics",

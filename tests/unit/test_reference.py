@@ -46,9 +46,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("seed", "on_cpu"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
-def test_the_reference_scores_as_it_did_and_the_policy_comes_back_to_the_bit(
-    runtime: Runtime, seed: int, on_cpu: bool
-) -> None:
+def test_the_reference_scores_as_it_did_and_the_policy_comes_back_to_the_bit(runtime: Runtime, seed: int, on_cpu: bool) -> None:
     with built(WITH_BIAS, runtime) as model:
         move(model, seed)
         first, first_logprobs = everything(model), logprobs(model)
