@@ -50,7 +50,9 @@ class Optimizer:
             end_wd=config.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=True,
+            # of a schedule that is loaded only its position counts: the run that goes on may have more steps
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
         self.chunks = chunks
         self._allocate_state()

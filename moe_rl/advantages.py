@@ -11,45 +11,53 @@ from moe_rl.metrics import Metrics
 
 def group_advantages(
     rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], std: bool, epsilon: float = 1e-6
-) -> tuple[Float[Tensor, " B"], Metrics]:
+) -> Float[Tensor, " B"]:
     """(reward - group mean) / (group standard deviation + epsilon), for outcome rewards (arXiv 2402.03300, section 4.1.2).
 
     std False leaves out the division (Dr. GRPO, arXiv 2503.20783). group: any label a group, in any order; sizes may differ.
     The deviation divides by G, not by G - 1: the paper takes the deviation of the G rewards themselves, and the result then
     has unit variance at any G. Toolkits that use torch.std's G - 1 get advantages smaller by sqrt((G - 1) / G).
-    Equal rewards, and a group of one, give exactly 0: the comparison is of the rewards, before any rounding.
-
-    Metrics: reward/group_std (mean over groups) and reward/equal_group_fraction (its sum and count are the numbers of
-    groups with equal rewards and of groups). Raises ValueError at a reward that is not finite.
+    Equal rewards, and a group of one, give exactly 0: the comparison is of the rewards, before any rounding. Raises ValueError
+    at a reward that is not finite.
     """
     found = _groups(rewards, group)
     scaled = found.centred / (found.deviations[found.position] + epsilon) if std else found.centred
-    return torch.where(found.equal[found.position], 0.0, scaled).to(rewards.dtype), found.metrics
+    return torch.where(found.equal[found.position], 0.0, scaled).to(rewards.dtype)
 
 
-def leave_one_out_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Metrics]:
+def leave_one_out_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """reward - mean of the others of its group (RLOO, arXiv 2402.14740, section 3.3): G / (G - 1) x (reward - group mean).
 
-    A group of one has nothing to compare with and gives 0. Metrics and errors: as `group_advantages`.
+    A group of one has nothing to compare with and gives 0. Errors: as `group_advantages`.
     """
     found = _groups(rewards, group)
     sizes = found.sizes[found.position]
     scaled = found.centred * sizes / (sizes - 1).clamp(min=1)
-    return torch.where(found.equal[found.position], 0.0, scaled).to(rewards.dtype), found.metrics
+    return torch.where(found.equal[found.position], 0.0, scaled).to(rewards.dtype)
 
 
 def group_batch_advantages(
     rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], epsilon: float = 1e-6
-) -> tuple[Float[Tensor, " B"], Metrics]:
+) -> Float[Tensor, " B"]:
     """(reward - group mean) / (standard deviation of that over the whole batch + epsilon) (REINFORCE++-baseline,
     arXiv 2501.03262): an easy group's rare miss is not blown up by its own small deviation.
 
-    Equal rewards in a group give exactly 0. Metrics and errors: as `group_advantages`.
+    Equal rewards in a group give exactly 0. Errors: as `group_advantages`.
     """
     found = _groups(rewards, group)
     centred = torch.where(found.equal[found.position], 0.0, found.centred)
     deviation = centred.square().mean().sqrt() if len(centred) else centred.sum()  # its mean is 0
-    return (centred / (deviation + epsilon)).to(rewards.dtype), found.metrics
+    return (centred / (deviation + epsilon)).to(rewards.dtype)
+
+
+def group_metrics(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Metrics:
+    """Of the groups with more than one response: reward/group_std, their mean deviation, and reward/equal_group_fraction, the
+    share whose rewards are all the same (its sum and count are numbers of groups)."""
+    found, metrics = _groups(rewards, group), Metrics()
+    several = found.sizes > 1
+    metrics.add("reward/group_std", found.deviations[several].sum(), several.sum())
+    metrics.add("reward/equal_group_fraction", found.equal[several].sum(), several.sum())
+    return metrics
 
 
 class _Groups(NamedTuple):
@@ -58,7 +66,6 @@ class _Groups(NamedTuple):
     deviations: Float64[Tensor, " N"]  # by group; 0 where equal
     sizes: Float64[Tensor, " N"]
     equal: Bool[Tensor, " N"]  # all rewards are the same
-    metrics: Metrics
 
 
 def _groups(rewards: Tensor, group: Tensor) -> _Groups:
@@ -73,8 +80,4 @@ def _groups(rewards: Tensor, group: Tensor) -> _Groups:
     deviations = (zeros.index_add(0, position, centred.square()) / sizes).sqrt()
     lowest = zeros.scatter_reduce(0, position, values, "amin", include_self=False)
     equal = lowest == zeros.scatter_reduce(0, position, values, "amax", include_self=False)
-    deviations = torch.where(equal, 0.0, deviations)
-    metrics = Metrics()
-    metrics.add("reward/group_std", deviations.sum(), len(labels))
-    metrics.add("reward/equal_group_fraction", equal.sum(), len(labels))
-    return _Groups(position, centred, deviations, sizes, equal, metrics)
+    return _Groups(position, centred, torch.where(equal, 0.0, deviations), sizes, equal)

@@ -6,7 +6,6 @@ format: what reads a policy's weights need not know of it.
 """
 
 import queue
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,11 +19,10 @@ from models.model import MoEModel
 from models.optimizer import Optimizer
 from models.transformer import Transformer
 from models.value import ValueModel
+from moe_rl.checkpoint_paths import CRITIC, find_critic, numbered
 from parallel.errors import UsageError
 
 _PINNED = "pinned"  # a file of this name in a checkpoint keeps it
-_CRITIC = "critic"
-_NAME = re.compile(r"step_(\d{6,})")
 
 
 class CriticState(NamedTuple):
@@ -47,22 +45,6 @@ class Progress:
     watch: str = ""
 
 
-def newest(directory: Path) -> Path | None:
-    """The newest complete checkpoint in a run's checkpoints/ directory."""
-    found = sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)) and p.is_dir())
-    return found[-1][1] if found else None
-
-
-def find(path: Path, key: str = "checkpoint.load") -> Path:
-    """What the setting `key` names: a checkpoint, a run's checkpoints/, or a run. Raises UsageError where there is none."""
-    if (path / "metadata.json").exists():
-        return path
-    for directory in (path, path / "checkpoints"):
-        if directory.is_dir() and (found := newest(directory)):
-            return found
-    raise UsageError(f"{key}={path}: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it")
-
-
 def save(
     directory: Path,
     progress: Progress,
@@ -82,14 +64,13 @@ def save(
     def states() -> Iterator[tuple[str, dict[str, Any]]]:  # one at a time: a state holds gathered moments
         yield "", _trained(model, optimizer) | {"progress": asdict(progress), "random": _random_state()}
         if critic is not None:
-            yield _CRITIC, _trained(*critic)
+            yield CRITIC, _trained(*critic)
 
     _write(target, states())
     if dist.get_rank() == 0:
         if pinned:
             (target / _PINNED).touch()
-        steps = sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)))
-        for _, old in [pair for pair in steps if not (pair[1] / _PINNED).exists()][:-keep]:
+        for _, old in [pair for pair in numbered(directory) if not (pair[1] / _PINNED).exists()][:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return target
@@ -106,13 +87,11 @@ def load_weights(path: Path, model: MoEModel) -> None:
 
 
 def load_critic_weights(path: Path, model: ValueModel, key: str = "checkpoint.load") -> None:
-    """Weights alone of the critic in checkpoint `path`, from any layout (collective). key: where the user named it.
+    """Weights alone of the critic in a checkpoint or run, from any layout (collective). key: where the user named it.
 
-    Raises UsageError where it holds no critic, or one that does not fit the model.
+    Raises UsageError where there is no critic, or one that does not fit the model.
     """
-    if not (path / _CRITIC).is_dir():
-        raise UsageError(f"{key}={path}: holds no critic; name a checkpoint of a run that trains one")
-    _read(path / _CRITIC, _weights(model), model, key)
+    _read(find_critic(path, key) / CRITIC, _weights(model), model, key)
 
 
 def load(path: Path, model: MoEModel, optimizer: Optimizer, critic: CriticState | None = None) -> Progress:
@@ -122,7 +101,7 @@ def load(path: Path, model: MoEModel, optimizer: Optimizer, critic: CriticState 
     """
     from megatron.core.dist_checkpointing import load_content_metadata
 
-    if critic is not None and not (path / _CRITIC).is_dir():
+    if critic is not None and not (path / CRITIC).is_dir():
         raise UsageError(
             f"{path}: holds no critic, the run that saved it trained none; begin anew under another run.name (with "
             "checkpoint.load, to keep the policy's weights)"
@@ -130,7 +109,7 @@ def load(path: Path, model: MoEModel, optimizer: Optimizer, critic: CriticState 
     same_ranks = (load_content_metadata(str(path)) or {}).get("ranks") == dist.get_world_size()
     state = _read_trained(path, model, optimizer, {"random": _random_state()} if same_ranks else {})
     if critic is not None:
-        _read_trained(path / _CRITIC, critic.model, critic.optimizer, {})
+        _read_trained(path / CRITIC, critic.model, critic.optimizer, {})
     if same_ranks:
         torch.set_rng_state(state["random"]["torch"])
     return Progress(**state["progress"])

@@ -169,12 +169,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _preflight(settings: "RunConfig") -> None:
     """Raises UsageError for what the run would otherwise stumble over once it has started."""
-    from moe_rl import tracking
+    from moe_rl import checkpoint_paths, tracking
     from moe_rl.tasks import build_task, build_tokenizer, check_prompts, check_vocab
 
     tracking.check(settings.tracking, settings.directory)
     if settings.checkpoint.load is not None and not settings.checkpoint.load.is_dir():
         raise UsageError(f"checkpoint.load={settings.checkpoint.load}: no such directory")
+    begun = checkpoint_paths.newest(settings.directory / "checkpoints") is not None  # then it has its critic
+    if settings.critic.load is not None and settings.algorithm.trains_critic and not begun:
+        checkpoint_paths.find_critic(settings.critic.load, "critic.load")
     task = build_task(settings.task)
     tokenizer = build_tokenizer(settings.model.tokenizer)
     check_vocab(tokenizer, settings.model.vocab_size)

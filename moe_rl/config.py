@@ -16,6 +16,7 @@ from pydantic import (
 from models.config import PRESETS, ModelConfig, OptimizerConfig
 from moe_rl import config_errors, config_values, presets, yaml_text
 from moe_rl.algorithms.config import AlgorithmSection, CriticSection
+from moe_rl.algorithms.table import SEQUENCE_ESTIMATORS
 from moe_rl.drift.watch_config import RuleSection, WatchSection
 from moe_rl.rollouts.config import RolloutSection
 from moe_rl.section import Section
@@ -150,13 +151,15 @@ class RunConfig(Section):
         if self.rollout.responses == 1 and (key := self._comparing()):
             raise ValueError(
                 f"rollout.responses=1: {key} compares the responses to a prompt; must be at least 2 "
-                "(ppo and reinforce_plus_plus do without)"
+                "(ppo, reinforce_plus_plus, and what takes algorithm.advantage=batch or gae do without)"
             )
         if self.overlong_buffer >= self.rollout.max_response_tokens:
             raise ValueError(
                 f"shaping.overlong_buffer={self.overlong_buffer}: must be below rollout.max_response_tokens="
                 f"{self.rollout.max_response_tokens}"
             )
+        if self.algorithm.router_shift and not self.model.moe_layers:
+            raise ValueError("algorithm.router_shift=true: model.dense_layers leaves no layer that routes; leave it out")
         if self.model.router_fusion and (reason := self._asks_of_routers()):
             raise ValueError(
                 f"model.router_fusion=true: the fused router chooses by itself and shows nothing, so {reason} would do "
@@ -171,8 +174,8 @@ class RunConfig(Section):
 
     def _comparing(self) -> str | None:
         """The setting that needs more than one response a prompt."""
-        if self.algorithm.estimator not in ("batch", "gae"):
-            return f"algorithm.name={self.algorithm.name}"
+        if self.algorithm.estimator in SEQUENCE_ESTIMATORS:
+            return f"algorithm.name={self.algorithm.name} with algorithm.advantage={self.algorithm.estimator}"
         return "algorithm.dynamic_sampling=true" if self.algorithm.samples_dynamically else None
 
     @property
@@ -209,9 +212,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any
     values = config_values.merged(base or {}, config_values.read(Path(path), RunConfig))
     for override in overrides:
         config_values.override(values, override, RunConfig)
-    run = values.get("run")
-    if isinstance(run, dict) and run.get("preset") is not None:
-        values = config_values.merged(presets.values_of(run["preset"]), values)
+    values = presets.beneath(values)
     model = values.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         values["model"] = {**_preset(model["preset"]), **model}

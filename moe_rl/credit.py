@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_rl.advantages import group_advantages, group_batch_advantages, leave_one_out_advantages
+from moe_rl.advantages import group_advantages, group_batch_advantages, group_metrics, leave_one_out_advantages
 from moe_rl.algorithms.config import AlgorithmSection, CriticSection
 from moe_rl.algorithms.kl import ESTIMATORS
 from moe_rl.algorithms.table import SEQUENCE_ESTIMATORS
@@ -33,20 +33,19 @@ class Credit:
         penalty in the reward, where the algorithm has one there."""
         parts = [part for minibatch in minibatches for part in minibatch.parts]
         rewards, metrics = self.shape(rollouts)
+        group = torch.arange(len(rollouts)) // self.rollout.responses
+        metrics.merge(group_metrics(rewards, group))
         penalties = self._penalties(parts, kl_coefficient)
         of_sequence = torch.zeros_like(rewards)
         if penalties is not None:
             of_sequence = self._of_sequences(parts, penalties, len(rollouts))
             metrics.add("reward/kl_penalty_mean", of_sequence.sum(), len(rollouts))
-        group = torch.arange(len(rollouts)) // self.rollout.responses
         if self.algorithm.estimator in SEQUENCE_ESTIMATORS:
-            advantages, found = self._of_responses(rewards - of_sequence, group)
+            advantages = self._of_responses(rewards - of_sequence, group)
             for part in parts:
                 part.advantages = advantages[part.microbatch.members].to(part.sequence.device)[part.sequence]
         else:
             self._of_tokens(parts, rewards, penalties)
-            found = group_advantages(rewards, group, std=False)[1]
-        metrics.merge(found)
         return metrics.means()
 
     def shape(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Metrics]:
@@ -61,12 +60,12 @@ class Credit:
             self.overlong_buffer,
         )
 
-    def _of_responses(self, rewards: Tensor, group: Tensor) -> tuple[Tensor, Metrics]:
+    def _of_responses(self, rewards: Tensor, group: Tensor) -> Tensor:
         if self.algorithm.estimator == "leave_one_out":
             return leave_one_out_advantages(rewards, group)
         if self.algorithm.estimator == "group_batch":
-            return group_batch_advantages(rewards, group)
-        return group_advantages(rewards, group, std=self.algorithm.divides_by_std)
+            return group_batch_advantages(rewards, group, self.algorithm.advantage_epsilon)
+        return group_advantages(rewards, group, self.algorithm.divides_by_std, self.algorithm.advantage_epsilon)
 
     def _penalties(self, parts: Sequence[Prepared], coefficient: float) -> list[Tensor] | None:
         """coefficient x KL(old || reference) of each response token, by part; None where the reward has none. Zeros where the
@@ -101,7 +100,7 @@ class Credit:
             own = rewards[part.microbatch.members].to(part.sequence.device)
             penalty = torch.zeros_like(part.rollout_logprobs) if penalties is None else penalties[i]
             at_tokens = token_rewards(own, penalty, part.sequence)
-            if self.algorithm.estimator == "gae":
+            if self.algorithm.trains_critic:
                 assert part.old_values is not None
                 found, returns = gae(at_tokens, part.old_values, part.sequence, self.critic.gamma, self.critic.gae_lambda)
                 part.returns = returns.float()
@@ -113,7 +112,7 @@ class Credit:
         dist.all_reduce(sums)
         whole = Moments(*sums.tolist())
         for part in parts:
-            part.advantages = normalised(part.advantages, whole).float()
+            part.advantages = normalised(part.advantages, whole, self.algorithm.advantage_epsilon).float()
 
     def _speaks(self) -> bool:
         """Whether this rank counts what all tensor ranks of the last stage know."""

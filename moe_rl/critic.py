@@ -19,14 +19,15 @@ from moe_rl.microbatches import Minibatch, Prepared
 class Critic:
     """A value model of the policy's shape, with its own optimizer. Every method is collective. Its passes replay no routes."""
 
-    def __init__(self, policy: MoEModel, section: CriticSection, seed: int, updates: int) -> None:
-        """It starts from the policy's present weights with a head of zeros, or from critic.load. updates: of the whole run."""
+    def __init__(self, policy: MoEModel, section: CriticSection, seed: int, updates: int, *, fresh: bool = True) -> None:
+        """It starts from the policy's present weights with a head of zeros, or from critic.load; where it is not fresh, a
+        checkpoint will say. updates: of the whole run."""
         self.section = section
         model = ValueModel(policy.config, policy.groups, policy.device, seed)
-        if section.load is None:
+        if fresh and section.load is None:
             model.copy_trunk(policy)
-        else:
-            checkpoint.load_critic_weights(checkpoint.find(section.load, "critic.load"), model, "critic.load")
+        elif fresh and section.load is not None:
+            checkpoint.load_critic_weights(section.load, model, "critic.load")
         self.state = CriticState(model, model.optimizer(section.optimizer, updates))
         self._metrics: Metrics | None = None
         self._norms: list[float] = []

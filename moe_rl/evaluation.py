@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_rl import checkpoint
+from moe_rl import checkpoint, checkpoint_paths
 from moe_rl.config import RunConfig
 from moe_rl.rollouts.collect import collect
 from moe_rl.session import Session, opened
@@ -52,7 +52,7 @@ def evaluate(config: RunConfig) -> None:
     path = config.checkpoint.load or config.directory
     if config.checkpoint.load is None and not Path(path).is_dir():
         raise UsageError(f"checkpoint.load: not given, and {path} holds no run; name a checkpoint or a run")
-    found = checkpoint.find(path)
+    found = checkpoint_paths.find(path)
     with opened(config, {"eval": 1}, only_reads=True) as session:
         checkpoint.load_weights(found, session.model)
         metrics = evaluate_policy(session)

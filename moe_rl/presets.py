@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from moe_rl import config_values
 from moe_rl.config_errors import near, show
 from parallel.errors import UsageError
 
@@ -15,7 +16,6 @@ class Preset(NamedTuple):
 
 
 _ARTICLE = "the seed articles' table by model size; no paper was found that says so"
-_CLIP = "the article's clip epsilon of {} is replaced by the GSPO paper's 3e-4 / 4e-4"
 
 PRESETS: dict[str, Preset] = {
     "grpo_deepseekmath": Preset(
@@ -60,7 +60,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "over_70b_gspo": Preset(
         "a seed article's preset for 70B; no paper was found that says so",
-        f"{_CLIP.format(0.1)}, its length penalty of 0.8 is left out: the article does not say what it multiplies",
+        "its clip epsilon of 0.1 is replaced by the GSPO paper's 3e-4 / 4e-4; its length penalty of 0.8 is left out: the "
+        "article does not say what it multiplies",
         {
             "rollout": {"prompts": 24, "responses": 6},
             "algorithm": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
@@ -70,8 +71,20 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def values_of(name: object) -> dict[str, dict[str, Any]]:
-    """The settings of a preset, by section. Raises UsageError where there is none of that name."""
+def beneath(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` laid over those of the preset that they name, if they name one. Raises UsageError where there is none of that
+    name, or where it belongs to another algorithm."""
+    run, algorithm = values.get("run"), values.get("algorithm")
+    name = run.get("preset") if isinstance(run, dict) else None
+    if name is None:
+        return values
     if not isinstance(name, str) or name not in PRESETS:
         raise UsageError(f"run.preset={show(name)}: must be one of {', '.join(PRESETS)}{near(str(name), PRESETS)}")
-    return PRESETS[name].values
+    own = PRESETS[name].values
+    wanted, given = own.get("algorithm", {}).get("name"), algorithm.get("name") if isinstance(algorithm, dict) else None
+    if wanted is not None and given is not None and wanted != given:
+        raise UsageError(
+            f"run.preset={name}: is for algorithm.name={wanted}, and here it is {show(given)}; set algorithm.name={wanted} or "
+            "take another preset"
+        )
+    return config_values.merged(own, values)

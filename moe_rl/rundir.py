@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_rl import checkpoint, yaml_text
+from moe_rl import checkpoint_paths, yaml_text
 from moe_rl.config import RunConfig, dump
 from moe_rl.drift import traces
 from moe_rl.tracking import FILES, SUMMARY, read_steps
@@ -22,7 +22,7 @@ _FREE: dict[str, set[str] | None] = {
     "eval": None,
     "tracking": None,
     "rollout": {"max_batch"},
-    "algorithm": {"microbatch_tokens"},
+    "algorithm": {"microbatch_tokens", "reference_on_cpu"},
     "model": {"recompute", "logprob_chunk"},
     "drift": {"watch"},  # so that a run which an alarm has stopped can go on under milder rules
 }
@@ -37,7 +37,7 @@ def make_room(config: RunConfig, resumable: bool) -> str | None:
     line to show, if something was moved. Raises UsageError where the directory cannot be read.
     """
     directory = config.directory
-    newest = checkpoint.newest(directory / "checkpoints")
+    newest = checkpoint_paths.newest(directory / "checkpoints")
     if newest is None:
         return None
     was, now = _settings(directory), yaml_text.parse(dump(config), "config")

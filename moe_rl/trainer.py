@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from models.optimizer import Optimizer
-from moe_rl import checkpoint, rundir, summary
+from moe_rl import checkpoint, checkpoint_paths, rundir, summary
 from moe_rl.algorithms.kl import next_coefficient
 from moe_rl.algorithms.loss import KLTerm
 from moe_rl.checkpoint import Progress
@@ -76,10 +76,10 @@ class Trainer:
     def begin(self) -> None:
         """Weights, optimizer and reference: as saved, or from checkpoint.load, or fresh with a warm start."""
         session, config = self.session, self.config
-        found = checkpoint.newest(self.checkpoints)
+        found = checkpoint_paths.newest(self.checkpoints)
         if found is not None:
             self._prepare_reference(saved=True)
-            self._make_optimizers()
+            self._make_optimizers(fresh=False)
             self.progress = checkpoint.load(found, session.model, self.optimizer, self.critic and self.critic.state)
             if self.progress.watch:
                 self.watch = Watch.restore(self.config.drift.watch, json.loads(self.progress.watch))
@@ -95,26 +95,27 @@ class Trainer:
         if session.tracker is not None:
             rundir.sort_out_traces(config.directory, after=None)
         if config.checkpoint.load is not None:
-            path = checkpoint.find(config.checkpoint.load)
+            path = checkpoint_paths.find(config.checkpoint.load)
             checkpoint.load_weights(path, session.model)
             session.say(f"weights from {path}")
         elif config.sft.steps:
             session.say(f"warm start: {config.sft.steps} supervised steps")
             supervise(session)
         self._prepare_reference(saved=False)
-        self._make_optimizers()
+        self._make_optimizers(fresh=True)
         session.log(0, evaluate_policy(session), "train")
         if config.sft.steps:
             self.save()  # so that a warm start is made once
 
-    def _make_optimizers(self) -> None:
-        """Of the policy, and the critic where there is one, with its own."""
+    def _make_optimizers(self, *, fresh: bool) -> None:
+        """Of the policy, and the critic where there is one, with its own. fresh: not about to be loaded."""
         config, algorithm = self.config, self.config.algorithm
-        steps = max(1, config.run.steps - (config.critic.warmup_steps if algorithm.estimator == "gae" else 0))
+        steps = max(1, config.run.steps - (config.critic.warmup_steps if algorithm.trains_critic else 0))
         a_step = algorithm.minibatches * algorithm.epochs
         self.optimizer = self.session.model.optimizer(config.optimizer, steps * a_step)
-        if algorithm.estimator == "gae":
-            self.critic = Critic(self.session.model, config.critic, config.run.seed, max(1, config.run.steps) * a_step)
+        if algorithm.trains_critic:
+            updates = max(1, config.run.steps) * a_step
+            self.critic = Critic(self.session.model, config.critic, config.run.seed, updates, fresh=fresh)
 
     def _prepare_reference(self, saved: bool) -> None:
         """The policy that RL starts from, frozen; kept beside the checkpoints so that a continued run has the same."""
@@ -143,7 +144,8 @@ class Trainer:
         with watch("drift"):
             metrics |= found | self.instruments.after_updates(look, self.progress.policy_version)
         metrics |= update_metrics(updates, self.session.groups, self.config.model.moe_layers)
-        metrics["optimizer/lr"] = lr
+        if updates:
+            metrics["optimizer/lr"] = lr
         if self.reference is not None:
             metrics["kl/coefficient"] = self.progress.kl_coefficient
         self.progress = replace(
@@ -208,7 +210,9 @@ class Trainer:
         section, now = self.config.algorithm, self.progress.kl_coefficient
         if self.reference is None or section.kl_target is None or "kl/ref" not in metrics:
             return now
-        return next_coefficient(now, metrics["kl/ref"], section.kl_target, section.kl_horizon, self.config.rollout.batch)
+        return next_coefficient(
+            now, metrics["kl/ref"], section.kl_target, section.kl_horizon, self.config.rollout.batch, section.kl_error_limit
+        )
 
     def look_out(self, step: int, metrics: dict[str, float]) -> tuple[dict[str, float], set[str]]:
         """The stability watch's alarms, said and as metrics, and what they ask for: the same on every rank."""

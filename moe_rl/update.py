@@ -1,5 +1,6 @@
 """The update of the policy from a scored rollout batch: old log-probabilities, then one optimizer step a minibatch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -227,6 +228,8 @@ def update_metrics(updates: Sequence[Updated], groups: Groups, layers: Sequence[
     norms = [update.grad_norm for update in updates]
     metrics = reduce_metrics(merged, groups)
     metrics |= derived_ratio_metrics(metrics)
+    if not math.isfinite(metrics["loss/total"]):  # whose gradient may be 0, which the optimizer would take
+        raise FloatingPointError(f"the loss is {metrics['loss/total']}: a log-probability, advantage or weight is not finite")
     metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/grad_norm_max": max(norms)}
     if replayed := [update.replayed for update in updates if update.replayed is not None]:
         counts = torch.stack(replayed)

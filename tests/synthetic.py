@@ -54,7 +54,9 @@ def _line(step: int, steps: int, scale: float, rng: np.random.Generator) -> dict
         "ratio/log_abs_mean": 1e-3 * scale * math.exp(rng.normal(0, 0.3)),
         "ratio/clip_fraction": min(1.0, 0.15 * scale + rng.normal(0, 0.02)),
         "ratio/tail_fraction": 1e-3 * scale,
+        "ratio/effective_sample_share": 1 - 1e-3 * scale,
         "kl/old_new": None,  # not finite
+        "kl/ref": 0.01 * scale * gone,
     }
     if step % 10 == 0:
         line["eval/pass_at_1"] = 0.2 + 0.6 * gone

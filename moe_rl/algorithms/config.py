@@ -6,7 +6,15 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from models.config import OptimizerConfig
-from moe_rl.algorithms.table import ALGORITHMS, SEQUENCE_OBJECTIVES, Aggregation, Algorithm, Estimator, Name
+from moe_rl.algorithms.table import (
+    ALGORITHMS,
+    SEQUENCE_OBJECTIVES,
+    Aggregation,
+    Algorithm,
+    Estimator,
+    KLEstimator,
+    Name,
+)
 from moe_rl.section import Section
 
 # (low, high) of each correction; None: no such bound
@@ -16,8 +24,6 @@ CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "icepop": (0.5, 5.0),
     "sequence_mask": (0.999, 1.001),
 }
-# Above this a sequence ratio is practically never clipped: the paper's range is 3e-4 / 4e-4.
-_GSPO_WIDE_CLIP = 0.01
 
 
 class CorrectionSection(Section):
@@ -87,20 +93,26 @@ class AlgorithmSection(Section):
     advantage_std: bool | None = Field(
         default=None, description="group: divide by the group's standard deviation; none: yes, but not in dr_grpo"
     )
+    advantage_epsilon: PositiveFloat = Field(default=1e-6, description="added to a deviation before dividing by it")
     dynamic_sampling: bool | None = Field(
         default=None, description="replace groups without both right and wrong answers; none: only in dapo"
     )
     sampling_rounds: PositiveInt = Field(default=4, description="dynamic sampling: rollouts a step at most")
     kl_coefficient: NonNegativeFloat = Field(default=0.0, description="0: no reference model")
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(default=None, description="none: k3 in the loss, k1 in the reward")
+    kl_estimator: KLEstimator | None = Field(
+        default=None, description="none: k1 in the reward, k3 in the loss (k2 in reinforce_plus_plus_baseline)"
+    )
     kl_placement: Literal["loss", "reward"] | None = Field(
         default=None, description="none: reward in ppo, rloo and reinforce_plus_plus, else loss"
     )
     kl_target: PositiveFloat | None = Field(
-        default=None, description="mean KL that an adaptive coefficient aims at; none: fixed"
+        default=None, description="mean KL a token (kl/ref) that an adaptive coefficient aims at; none: fixed"
     )
     kl_horizon: PositiveFloat = Field(
         default=10000.0, description="sequences over which the adaptive coefficient moves by its error"
+    )
+    kl_error_limit: PositiveFloat = Field(
+        default=0.2, description="the error, KL / target - 1, counts up to this in either direction"
     )
     reference_on_cpu: bool = Field(
         default=False, description="the reference's weights lie in host memory and are swapped in for its pass"
@@ -147,15 +159,21 @@ class AlgorithmSection(Section):
         return self.spec.kl_in_reward if self.kl_placement is None else self.kl_placement == "reward"
 
     @property
-    def estimates_kl(self) -> Literal["k1", "k2", "k3"]:
-        return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
+    def estimates_kl(self) -> KLEstimator:
+        return self.kl_estimator or ("k1" if self.kl_in_reward else self.spec.kl_estimator)
+
+    @property
+    def trains_critic(self) -> bool:
+        return self.estimator == "gae"
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
         spec, name = self.spec, f"algorithm.name={self.name}"
-        if self.clip is None and (self.clip_low or self.clip_high):
+        if self.clip is None and (given := self.clip_low or self.clip_high):
+            key = "clip_low" if self.clip_low else "clip_high"
             raise ValueError(
-                f"{name}: has no clip range, its gate is soft; set algorithm.sapo_tau_positive and sapo_tau_negative instead"
+                f"algorithm.{key}={given:g}: {name} has no clip range, its gate is soft; set algorithm.sapo_tau_positive and "
+                "algorithm.sapo_tau_negative instead"
             )
         if self.clip is not None and self.clip[0] >= 1 and self.name != "cispo":
             raise ValueError(f"algorithm.clip_low={self.clip[0]:g}: must be below 1; only cispo goes without a lower bound")
@@ -202,10 +220,16 @@ def _choices(allowed: tuple[str, ...]) -> str:
     return f"; must be {' or '.join(allowed)}"
 
 
+class CriticOptimizer(OptimizerConfig):
+    """As the policy's, with a learning rate of its own."""
+
+    lr: NonNegativeFloat = 1e-5
+
+
 class CriticSection(Section):
     """The value model of algorithm.advantage=gae: the model's own shape, on the same ranks."""
 
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: CriticOptimizer = CriticOptimizer()
     warmup_steps: NonNegativeInt = Field(default=0, description="first steps that train the critic alone")
     clip: PositiveFloat | None = Field(default=0.2, description="values move this far in a step at most; none: off")
     load: Path | None = Field(
@@ -213,14 +237,3 @@ class CriticSection(Section):
     )
     gamma: float = Field(default=1.0, gt=0, le=1, description="discount a token")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="0: one-step advantage; 1: return minus value")
-
-
-def clip_warning(section: AlgorithmSection) -> str | None:
-    """One line for the user where GSPO's clip range looks like one meant for token ratios; None where all is well."""
-    if section.spec.objective not in ("gspo", "gspo_token") or section.clip is None or max(section.clip) <= _GSPO_WIDE_CLIP:
-        return None
-    low, high = section.clip
-    return (
-        f"algorithm.clip_low={low:g}, algorithm.clip_high={high:g}: above {_GSPO_WIDE_CLIP:g} GSPO's sequence ratio"
-        " is practically never clipped; the paper (arXiv 2507.18071) uses 3e-4 / 4e-4"
-    )

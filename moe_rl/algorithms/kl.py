@@ -14,18 +14,13 @@ and no importance weight corrects for that here (as in GRPO).
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.algorithms.base import LOG_RATIO_BOUND
-
-Estimator = Literal["k1", "k2", "k3"]
-
-# Ziegler et al. (arXiv 1909.08593, section 2.2) clip the proportional error to this.
-_ERROR_LIMIT = 0.2
+from moe_rl.algorithms.table import KLEstimator
 
 
 def k1(log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
@@ -48,14 +43,16 @@ def k3(log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     return torch.expm1(-bounded) + bounded
 
 
-ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+ESTIMATORS: dict[KLEstimator, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def next_coefficient(coefficient: float, mean_kl: float, target: float, horizon: float, sequences: int) -> float:
+def next_coefficient(
+    coefficient: float, mean_kl: float, target: float, horizon: float, sequences: int, limit: float = 0.2
+) -> float:
     """The KL coefficient after a step of `sequences` sequences (Ziegler et al., arXiv 1909.08593, section 2.2).
 
-    coefficient x (1 + error x sequences / horizon), error = mean_kl / target - 1 clipped to +-0.2; horizon in sequences.
-    A step longer than the horizon counts as one horizon, so that the coefficient changes by 20% at most and stays positive.
+    coefficient x (1 + error x sequences / horizon), error = mean_kl / target - 1 clipped to +-limit; horizon in sequences.
+    A step longer than the horizon counts as one horizon, so that the coefficient changes by `limit` at most and stays positive.
     """
-    error = min(max(mean_kl / target - 1, -_ERROR_LIMIT), _ERROR_LIMIT)
+    error = min(max(mean_kl / target - 1, -limit), limit)
     return coefficient * (1 + error * min(sequences / horizon, 1.0))

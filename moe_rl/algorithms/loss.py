@@ -24,9 +24,9 @@ from moe_rl.algorithms.diagnostics import ratio_metrics, token_metrics
 from moe_rl.algorithms.gmpo import gmpo
 from moe_rl.algorithms.gspo import gspo
 from moe_rl.algorithms.gspo_token import gspo_token
-from moe_rl.algorithms.kl import ESTIMATORS, Estimator
+from moe_rl.algorithms.kl import ESTIMATORS
 from moe_rl.algorithms.sapo import sapo
-from moe_rl.algorithms.table import Aggregation, ObjectiveName
+from moe_rl.algorithms.table import Aggregation, KLEstimator, ObjectiveName
 from moe_rl.metrics import Metrics
 
 OBJECTIVES: dict[ObjectiveName, Callable[[LossInputs, Constants], Objective]] = {
@@ -43,7 +43,7 @@ OBJECTIVES: dict[ObjectiveName, Callable[[LossInputs, Constants], Objective]] = 
 class KLTerm:
     """A penalty added to the loss: coefficient x KL(policy || reference), by one of Schulman's estimators."""
 
-    estimator: Estimator
+    estimator: KLEstimator
     coefficient: float
 
 

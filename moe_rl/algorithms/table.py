@@ -23,6 +23,8 @@ ObjectiveName = Literal["clipped", "gspo", "gspo_token", "gmpo", "cispo", "sapo"
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "constant"]
 # How rewards become advantages (advantages.py; batch and gae: token_advantages.py)
 Estimator = Literal["group", "leave_one_out", "group_batch", "batch", "gae"]
+# Schulman's estimators of a KL divergence (kl.py)
+KLEstimator = Literal["k1", "k2", "k3"]
 
 ANY_AGGREGATION: tuple[Aggregation, ...] = get_args(Aggregation)
 ANY_ESTIMATOR: tuple[Estimator, ...] = get_args(Estimator)
@@ -34,8 +36,9 @@ class Algorithm(NamedTuple):
     """The first of `aggregations` and of `advantages` is the default; the others leave the algorithm what it is.
 
     clip_low, clip_high: the ratio's range is [1 - clip_low, 1 + clip_high]; None where there is no clip. advantage_std: of the
-    group estimator. kl_in_reward: where a KL penalty goes. dynamic_sampling, overlong_share (of the longest response: the
-    zone of the soft penalty): DAPO's. why: what other aggregations and advantages would contradict.
+    group estimator. kl_in_reward: where a KL penalty goes; kl_estimator: of one in the loss. dynamic_sampling, overlong_share
+    (of the longest response: the zone of the soft penalty): DAPO's. why: what other aggregations and advantages would
+    contradict.
     """
 
     objective: ObjectiveName
@@ -47,6 +50,7 @@ class Algorithm(NamedTuple):
     why: str
     advantage_std: bool = True
     kl_in_reward: bool = False
+    kl_estimator: KLEstimator = "k3"
     dynamic_sampling: bool = False
     overlong_share: float = 0.0
 
@@ -82,6 +86,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
         advantages=("group_batch",),
         paper="arXiv 2501.03262",
         why="it subtracts the group's mean and divides by the batch's deviation",
+        kl_estimator="k2",
     ),
     "rloo": Algorithm(
         "clipped",

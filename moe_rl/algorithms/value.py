@@ -20,7 +20,8 @@ def value_loss(
     The form of OpenAI's baselines (ppo2), which the paper (arXiv 1707.06347, eq. 9) leaves open; clip None: the plain error.
     values: with gradient; old_values: before the step's updates. tokens: GLOBAL number of unmasked tokens.
 
-    Metrics: critic/loss, critic/value_mean, critic/clip_fraction, and moments of which `explained_variance` is made.
+    Metrics: critic/loss, critic/value_mean, critic/clip_fraction, and moments of which `explained_variance` is made: of the old
+    values, which have not seen these returns.
     """
     old, target = torch.where(mask, old_values, 0.0).detach(), torch.where(mask, returns, 0.0).detach()
     now = torch.where(mask, values, 0.0)
@@ -36,7 +37,7 @@ def value_loss(
     metrics.add("critic/loss", total, count)
     metrics.add("critic/value_mean", now.double().sum(), count)
     metrics.add("critic/clip_fraction", cut.sum(), count)
-    for key, moment in _moments(now.detach().double(), target.double()).items():
+    for key, moment in _moments(old.double(), target.double()).items():
         metrics.add(key, moment.sum(), count)
     return total / max(tokens, 1), metrics
 

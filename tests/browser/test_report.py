@@ -95,8 +95,9 @@ def fits(browser: webdriver.Chrome) -> bool:
 def test_two_runs_compared(browser: webdriver.Chrome, pages: tuple[Path, Path], width: int) -> None:
     opened(browser, pages[0], width)
     found = graphs(browser)
-    # 17 charts of one graph, 6 heat maps (update, prompt, engine, noise, probe, load) and the histogram with one a run
-    assert len(found) == 4 + 4 + 6 + 3 + 2 * 7
+    # 18 charts of one graph, one (KL to the reference) that only some runs have; 6 heat maps (update, prompt, engine, noise,
+    # probe, load) and the histogram with one a run
+    assert len(found) == 4 + 5 + 1 + 6 + 3 + 2 * 7
     for graph in found:
         assert graph["drawn"] and graph["numbers"] and all(graph["numbers"]), graph
     assert {"Reward", "Flips against margin", "Load by layer and expert"} <= {graph["title"] for graph in found}
@@ -127,7 +128,7 @@ def test_charts_without_data_say_what_to_switch_on(browser: webdriver.Chrome, pa
     (graph,) = graphs(browser)
     assert (graph["title"], graph["numbers"]) == ("Reward", [2])
     said = browser.execute_script("return [...document.querySelectorAll('.missing')].map(p => p.textContent)")
-    assert len(said) == 3 + 4 + 8 + 3 + 1
+    assert len(said) == 3 + 5 + 8 + 3 + 1
     assert all(text.startswith("No data. ") and ("=" in text or "moe-rl train" in text) for text in said)
     assert any("drift.trace_every=N" in text for text in said)
     assert fits(browser)

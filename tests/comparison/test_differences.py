@@ -37,7 +37,7 @@ def their_advantages(rewards: Tensor, responses: int, **settings: Any) -> list[f
 def test_the_groups_deviation_divides_by_g_here_and_by_g_minus_1_there() -> None:
     """Rewards 1, 0, 0, 0: variance 3/16 over 4 and 1/4 over 3."""
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    found, _ = group_advantages(rewards, torch.zeros(4, dtype=torch.int64), std=True)
+    found = group_advantages(rewards, torch.zeros(4, dtype=torch.int64), std=True)
     assert float(found[0]) == exactly(0.75 / (math.sqrt(3) / 4 + 1e-6))
     assert their_advantages(rewards, 4)[0] == exactly(0.75 / (0.5 + 1e-4))
 
@@ -45,7 +45,7 @@ def test_the_groups_deviation_divides_by_g_here_and_by_g_minus_1_there() -> None
 def test_equal_rewards_are_exactly_0_here_and_a_rounding_error_there() -> None:
     """Float32, as TRL holds them: the mean of eight 0.7 is off by 6e-8, which 1e-4 divides."""
     rewards = torch.full((8,), 0.7)
-    found, _ = group_advantages(rewards, torch.zeros(8, dtype=torch.int64), std=True)
+    found = group_advantages(rewards, torch.zeros(8, dtype=torch.int64), std=True)
     assert found.tolist() == [0.0] * 8
     assert 1e-4 < max(map(abs, their_advantages(rewards, 8))) < 1e-3
 
@@ -53,7 +53,7 @@ def test_equal_rewards_are_exactly_0_here_and_a_rounding_error_there() -> None:
 def test_over_the_batch_their_deviation_holds_the_differences_between_groups() -> None:
     """Groups (1, 0) and (11, 10). Around their means: 0.5 everywhere. Around 5.5: 4.5 and 5.5, squares 101 over 3."""
     rewards = torch.tensor([1.0, 0.0, 11.0, 10.0], dtype=torch.float64)
-    found, _ = group_batch_advantages(rewards, torch.tensor([0, 0, 1, 1]))
+    found = group_batch_advantages(rewards, torch.tensor([0, 0, 1, 1]))
     assert float(found[0]) == exactly(0.5 / (0.5 + 1e-6))
     assert their_advantages(rewards, 2, scale_rewards="batch")[0] == exactly(0.5 / (math.sqrt(101 / 3) + 1e-4))
 

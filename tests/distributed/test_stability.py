@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl import checkpoint, config
+from moe_rl import checkpoint_paths, config
 from moe_rl.trainer import train
 from tests.distributed.runs import Runs
 
@@ -53,7 +53,7 @@ def test_the_alarm_comes_before_the_reward_is_gone_and_not_in_a_calm_run(tmp_pat
     stopped = study.train("wild", *WILD, "drift.watch.ratio_tail.action=stop")
     assert ("ratio_tail", len(stopped)) in alarms(stopped) and len(stopped) < STEPS
     assert reward(stopped[-2:]) > 0.1  # there is still something to save
-    saved = checkpoint.newest(tmp_path / "wild" / "checkpoints")
+    saved = checkpoint_paths.newest(tmp_path / "wild" / "checkpoints")
     assert saved is not None and saved.name == f"step_{len(stopped):06d}"
     gone = study.train("wild", *WILD, "drift.watch.enabled=false")  # goes on from there, unheeding
     assert gone[: len(stopped)] == stopped and len(gone) == STEPS

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from moe_rl.algorithms.base import log_difference
-from moe_rl.algorithms.config import AlgorithmSection, clip_warning
+from moe_rl.algorithms.config import AlgorithmSection
 from moe_rl.algorithms.loss import OBJECTIVES
 from moe_rl.algorithms.table import ALGORITHMS, ANY_AGGREGATION, ANY_ESTIMATOR
+from moe_rl.notes import clip_note
 from tests.losses import LONGEST, changed, make_inputs, settings
 
 
@@ -109,7 +110,7 @@ def test_settings_of_a_loss() -> None:
 def test_gspo_with_the_clip_range_of_token_ratios_is_warned_of(
     name: str, low: float | None, high: float | None, warned: bool
 ) -> None:
-    text = clip_warning(section(name, clip_low=low, clip_high=high))
+    text = clip_note(section(name, clip_low=low, clip_high=high))
     assert (text is not None) == warned
     if text is not None:
         assert "algorithm.clip_low" in text and "3e-4 / 4e-4" in text and "\n" not in text

@@ -14,7 +14,7 @@ from models.config import OptimizerConfig
 from models.initialise import global_shards
 from models.model import MoEModel
 from models.optimizer import Optimizer
-from moe_rl import checkpoint
+from moe_rl import checkpoint, checkpoint_paths
 from moe_rl.checkpoint import Progress
 from parallel.errors import UsageError
 from parallel.runtime import Runtime, started
@@ -50,15 +50,15 @@ def test_the_newest_is_the_highest_number_among_complete_ones(tmp_path: Path) ->
         tmp_path, "step_000009", "step_000010", "step_1000000", ".step_000011.part", "reference", "step_12", "step_000013x"
     )
     (tmp_path / "step_9999999").write_text("a file", encoding="utf-8")
-    assert checkpoint.newest(tmp_path) == tmp_path / "step_1000000"
+    assert checkpoint_paths.newest(tmp_path) == tmp_path / "step_1000000"
 
 
 def test_a_half_written_one_counts_for_nothing(tmp_path: Path) -> None:
     directories(tmp_path, ".step_000011.part")
-    assert checkpoint.newest(tmp_path) is None
-    assert checkpoint.newest(tmp_path / "missing") is None
+    assert checkpoint_paths.newest(tmp_path) is None
+    assert checkpoint_paths.newest(tmp_path / "missing") is None
     with pytest.raises(UsageError, match=r"checkpoint\.load=.*holds no complete checkpoint; name a run"):
-        checkpoint.find(tmp_path)
+        checkpoint_paths.find(tmp_path)
 
 
 def test_a_run_its_checkpoints_or_one_of_them_may_be_named(tmp_path: Path) -> None:
@@ -66,14 +66,19 @@ def test_a_run_its_checkpoints_or_one_of_them_may_be_named(tmp_path: Path) -> No
     older, newer = (tmp_path / "checkpoints" / f"step_00000{i}" for i in (1, 2))
     for one in (older, newer):
         (one / "metadata.json").write_text("{}", encoding="utf-8")
-    assert [checkpoint.find(p) for p in (tmp_path, tmp_path / "checkpoints", newer, older)] == [newer, newer, newer, older]
+    assert [checkpoint_paths.find(p) for p in (tmp_path, tmp_path / "checkpoints", newer, older)] == [
+        newer,
+        newer,
+        newer,
+        older,
+    ]
 
 
 @pytest.mark.parametrize("path", ["", "missing", "checkpoints"])
 def test_where_nothing_is_found_the_key_and_the_path_are_named(tmp_path: Path, path: str) -> None:
     directories(tmp_path, "checkpoints")
     with pytest.raises(UsageError, match=re.escape(f"checkpoint.load={tmp_path / path}: holds no complete checkpoint")):
-        checkpoint.find(tmp_path / path)
+        checkpoint_paths.find(tmp_path / path)
 
 
 def made(model: MoEModel) -> Optimizer:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.config import OptimizerConfig
 from models.model import MoEModel
-from moe_rl.algorithms.config import AlgorithmSection, CriticSection
+from moe_rl.algorithms.config import AlgorithmSection, CriticOptimizer, CriticSection
 from moe_rl.config import DriftSection, ReplaySection, RolloutSection
 from moe_rl.critic import Critic
 from moe_rl.microbatches import Minibatch, Prepared
@@ -102,7 +102,7 @@ def test_reference_and_critic_replay_nothing_and_disturb_no_replay(runtime: Runt
             assert torch.equal(chosen(part), routes) and torch.equal(part.ref_logprobs, logprobs)
         assert mode != "r3" or any(not torch.equal(a.ref_logprobs, a.old_logprobs) for a in parts)  # pyright: ignore
 
-        critic = Critic(model, CriticSection(optimizer=OptimizerConfig(lr=0.01)), 0, 10)
+        critic = Critic(model, CriticSection(optimizer=CriticOptimizer(lr=0.01)), 0, 10)
         critic.score(minibatches)
         assert_free(parts)
         for part, routes in zip(parts, free_routes, strict=True):
@@ -139,7 +139,7 @@ def test_what_was_recorded_of_the_old_pass_outlives_the_critics(runtime: Runtime
             minibatches = prepared(policy)
             policy.score_old(minibatches)
             if with_critic:
-                critic = Critic(model, CriticSection(optimizer=OptimizerConfig(lr=0.05)), 0, 10)
+                critic = Critic(model, CriticSection(optimizer=CriticOptimizer(lr=0.05)), 0, 10)
                 critic.score(minibatches)
             optimizer = model.optimizer(OptimizerConfig(lr=0.02), total_updates=10)
             for minibatch in minibatches:

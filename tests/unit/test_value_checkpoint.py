@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.config import OptimizerConfig
 from models.optimizer import Optimizer
-from moe_rl import checkpoint
+from moe_rl import checkpoint, checkpoint_paths
 from moe_rl.checkpoint import CriticState, Progress
 from parallel.errors import UsageError
 from parallel.runtime import Runtime, started
@@ -78,7 +78,7 @@ def saved(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_what_reads_a_policy_alone_does_not_see_the_critic(runtime: Runtime, saved: tuple[Path, Path]) -> None:
     having, lacking = saved
-    assert checkpoint.find(having.parent) == having
+    assert checkpoint_paths.find(having.parent) == having
     with both(SMALL, runtime) as (policy, _):
         wanted = weights(policy)
     for path in saved:
@@ -138,8 +138,8 @@ def test_a_step_whose_critic_was_cut_off_does_not_count(
         monkeypatch.setattr(dist_checkpointing, "save", cut_off)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(tmp_path, Progress(2, 0, 0, 0.0), policy, optimizer, keep=1, critic=critic)
-        assert checkpoint.newest(tmp_path) == first
+        assert checkpoint_paths.newest(tmp_path) == first
         monkeypatch.undo()
         second = checkpoint.save(tmp_path, Progress(2, 0, 0, 0.0), policy, optimizer, keep=1, critic=critic)
     assert [p.name for p in tmp_path.iterdir()] == [second.name]
-    assert checkpoint.find(tmp_path) == second and (second / "critic" / "metadata.json").exists()
+    assert checkpoint_paths.find(tmp_path) == second and (second / "critic" / "metadata.json").exists()

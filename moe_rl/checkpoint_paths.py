@@ -1,0 +1,38 @@
+"""Where checkpoints lie in a run. No torch: settings that name one are looked at before anything starts."""
+
+import re
+from pathlib import Path
+
+from parallel.errors import UsageError
+
+CRITIC = "critic"  # the directory of a critic's checkpoint in that of its policy
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+def numbered(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of what has a checkpoint's name in a run's checkpoints/ directory, in order of steps."""
+    return sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)))
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest complete checkpoint in a run's checkpoints/ directory."""
+    found = [path for _, path in numbered(directory) if path.is_dir()]
+    return found[-1] if found else None
+
+
+def find(path: Path, key: str = "checkpoint.load") -> Path:
+    """What the setting `key` names: a checkpoint, a run's checkpoints/, or a run. Raises UsageError where there is none."""
+    if (path / "metadata.json").exists():
+        return path
+    for directory in (path, path / "checkpoints"):
+        if directory.is_dir() and (found := newest(directory)):
+            return found
+    raise UsageError(f"{key}={path}: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it")
+
+
+def find_critic(path: Path, key: str) -> Path:
+    """The same for the policy's checkpoint with a critic in it."""
+    found = find(path, key)
+    if not (found / CRITIC).is_dir():
+        raise UsageError(f"{key}={path}: holds no critic; name a checkpoint of a run that trains one")
+    return found
