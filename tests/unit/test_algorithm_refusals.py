@@ -98,8 +98,16 @@ def test_what_is_refused_is_what_the_papers_say(file: Path) -> None:
         ("gmpo", ["algorithm.clip_low=1.0"], "algorithm.clip_low=1: must be below 1; only cispo"),
         ("cispo", ["algorithm.clip_low=1.5"], "algorithm.clip_low=1.5: must be less than or equal to 1"),
         ("grpo", ["algorithm.clip_low=0"], "algorithm.clip_low=0: must be greater than 0"),
-        ("sapo", ["algorithm.clip_high=0.3"], "algorithm.name=sapo: has no clip range.* set algorithm.sapo_tau_positive"),
-        ("sapo", ["algorithm.clip_low=0.2"], "algorithm.name=sapo: has no clip range.* set algorithm.sapo_tau_positive"),
+        (
+            "sapo",
+            ["algorithm.clip_high=0.3"],
+            "algorithm.clip_high=0.3: algorithm.name=sapo has no clip range.* set algorithm.sapo_tau",
+        ),
+        (
+            "sapo",
+            ["algorithm.clip_low=0.2"],
+            "algorithm.clip_low=0.2: algorithm.name=sapo has no clip range.* set algorithm.sapo_tau",
+        ),
         ("sapo", ["algorithm.sapo_tau_negative=0"], "algorithm.sapo_tau_negative=0: must be greater than 0"),
         (
             "grpo",
@@ -129,6 +137,11 @@ def test_what_is_refused_is_what_the_papers_say(file: Path) -> None:
             ["algorithm.router_shift=true", "model.router_fusion=true", "drift.enabled=false"],
             "model.router_fusion=true: .* so algorithm.router_shift=true would do nothing, silently; set model.router_fusion=",
         ),
+        (
+            "gmpo",
+            ["algorithm.router_shift=true", "model.dense_layers=[0,1,2,3]"],
+            "algorithm.router_shift=true: model.dense_layers leaves no layer that routes; leave it out",
+        ),
         ("gspo_tokens", [], "algorithm.name=gspo_tokens: must be .*; did you mean gspo_token?"),
     ],
 )
@@ -145,7 +158,7 @@ def test_one_response_a_prompt_needs_advantages_that_do_without_groups(file: Pat
         assert says.startswith("rollout.responses=1: algorithm.dynamic_sampling=true compares") and "at least 2" in says
     else:
         says = refusal(file, name, *keys)
-        assert says.startswith(f"rollout.responses=1: algorithm.name={name} compares the responses") and "at least 2" in says
+        assert says.startswith(f"rollout.responses=1: algorithm.name={name} with algorithm.advantage=") and "at least 2" in says
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -194,3 +207,10 @@ def test_bounds_of_corrections(file: Path, keys: list[str], says: str) -> None:
 )
 def test_default_bounds_of_corrections(file: Path, mode: str, bounds: tuple[float | None, float]) -> None:
     assert run(file, "grpo", f"algorithm.correction.mode={mode}").algorithm.correction.bounds == bounds
+
+
+def test_a_critics_optimizer_keeps_its_own_defaults(file: Path) -> None:
+    assert run(file, "ppo").critic.optimizer.lr == 1e-5
+    found = run(file, "ppo", "critic.optimizer.grad_clip=0.5").critic.optimizer
+    assert (found.lr, found.grad_clip) == (1e-5, 0.5)
+    assert run(file, "ppo").optimizer.lr == 1e-6

@@ -97,6 +97,10 @@ def test_version() -> None:
         (["train", "one.yaml", "model.tokenizer=nowhere"], "model.tokenizer=nowhere: there is no such directory"),
         (["train", "one.yaml", "model.vocab_size=10"], "model.vocab_size=10: must be at least 259"),
         (["eval", "one.yaml", "checkpoint.load=nowhere"], "checkpoint.load=nowhere: no such directory"),
+        (
+            ["train", "one.yaml", "algorithm.name=ppo", "critic.load=nowhere"],
+            "critic.load=nowhere: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it",
+        ),
         (["train", "one.yaml", "run.dir=one.yaml"], "one.yaml is a file"),
     ],
 )

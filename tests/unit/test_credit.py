@@ -122,8 +122,7 @@ def test_a_penalty_in_the_reward_is_summed_over_tokens_before_the_group(groups: 
     found, metrics = assigned(credit(groups, name="rloo", kl_coefficient=0.1), 0.1)
     assert found == spread(1, -1, 1.84, -1.84)
     assert metrics["reward/kl_penalty_mean"] == pytest.approx(0.1 * 0.6 / 4)
-    # the spread of rewards is of those after it: halves of 1 and of 1.84
-    assert metrics["reward/group_std"] == pytest.approx((0.5 + 0.92) / 2)
+    assert metrics["reward/group_std"] == pytest.approx((0.5 + 1.0) / 2)  # of the rewards before the penalty
 
 
 @pytest.mark.parametrize(

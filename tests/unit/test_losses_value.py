@@ -89,7 +89,8 @@ def test_parts_sum_to_the_whole() -> None:
 
 def test_explained_variance_by_hand() -> None:
     # Returns 2, 0, -1, 1, 1: mean 0.6, variance 7 / 5 - 0.36 = 1.04. R - v = 1, -1, -1, 1, 0.4: mean 0.08, variance 0.8256.
-    _, _, metrics = loss_of(VALUES, OLD, RETURNS, 0.2)
+    # v: of the weights before the step's updates, whatever they say after.
+    _, _, metrics = loss_of(OLD, VALUES, RETURNS, 0.2)
     assert explained_variance(metrics.means()) == pytest.approx({"critic/explained_variance": 1 - 0.8256 / 1.04})
 
 

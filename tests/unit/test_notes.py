@@ -6,7 +6,15 @@ import pytest
 
 from models.config import PRESETS
 from moe_rl.config import RunConfig
-from moe_rl.notes import group_note, notes, restricted_sampling_note, router_shift_note
+from moe_rl.notes import (
+    group_note,
+    idle_note,
+    kl_note,
+    notes,
+    restricted_sampling_note,
+    router_shift_note,
+    warmup_note,
+)
 
 
 def config(**sections: Any) -> RunConfig:
@@ -81,3 +89,60 @@ def test_every_note_is_one_line_of_the_run() -> None:
         "rollout.responses",
     ]
     assert not any("\n" in line for line in found)
+
+
+def test_k1_in_the_loss_is_noise() -> None:
+    found = kl_note(config(algorithm={"kl_coefficient": 0.1, "kl_estimator": "k1"}))
+    assert found is not None and found.startswith("algorithm.kl_estimator=k1 in the loss: ")
+    for algorithm in ({"kl_coefficient": 0.1}, {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_placement": "reward"}):
+        assert kl_note(config(algorithm={"name": "rloo", **algorithm})) is None  # k1 in the reward is what it is for
+
+
+def test_a_penalty_in_the_reward_under_a_division_by_the_deviation() -> None:
+    algorithm = {"name": "grpo", "kl_coefficient": 0.1, "kl_placement": "reward"}
+    found = kl_note(config(algorithm=algorithm))
+    assert found is not None and "set algorithm.advantage_std=false or algorithm.kl_placement=loss" in found
+    assert kl_note(config(algorithm=algorithm | {"advantage_std": False})) is None
+
+
+def test_a_warm_up_that_never_ends() -> None:
+    for steps, noted in ((3, True), (5, True), (6, False), (0, False)):
+        found = warmup_note(config(algorithm={"name": "ppo"}, critic={"warmup_steps": 5}, run={"steps": steps}))
+        assert (found is not None) == noted
+    assert warmup_note(config(critic={"warmup_steps": 500})) is None  # no critic
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"critic": {"warmup_steps": 3}}, "critic (needs algorithm.name=ppo or algorithm.advantage=gae)"),
+        ({"algorithm": {"sapo_tau_positive": 2.0}}, "algorithm.sapo_tau_positive (needs algorithm.name=sapo)"),
+        ({"algorithm": {"router_shift_floor": 0.5}}, "algorithm.router_shift_floor (needs algorithm.router_shift=true)"),
+        ({"algorithm": {"sampling_rounds": 9}}, "algorithm.sampling_rounds (needs algorithm.dynamic_sampling=true)"),
+        (
+            {"algorithm": {"kl_coefficient": 0.1, "kl_horizon": 5, "kl_error_limit": 0.5}},
+            "algorithm.kl_horizon, algorithm.kl_error_limit (needs algorithm.kl_target)",
+        ),
+        ({"algorithm": {"reference_on_cpu": True}}, "algorithm.reference_on_cpu (needs algorithm.kl_coefficient above 0)"),
+        (
+            {"algorithm": {"correction": {"mode": "sequence_mask", "level": "sequence"}}},
+            "algorithm.correction.level (needs algorithm.correction.mode=tis or mis)",
+        ),
+        (
+            {"shaping": {"overlong_penalty": 2, "length_power": 1}},
+            "shaping.overlong_penalty (needs shaping.overlong_buffer above 0); "
+            "shaping.length_power (needs shaping.length_target)",
+        ),
+        ({"rollout": {"logprobs": "full"}}, "rollout.logprobs (needs rollout.top_p or rollout.top_k)"),
+    ],
+)
+def test_settings_without_effect_are_named_with_what_they_need(sections: dict[str, Any], says: str) -> None:
+    assert idle_note(config(**sections)) == f"without effect here: {says}"
+    assert f"without effect here: {says}" in notes(config(**sections))
+
+
+def test_settings_with_their_switch_are_not() -> None:
+    shaping = {"overlong_penalty": 2, "overlong_buffer": 4, "length_power": 1, "length_target": 8}
+    algorithm = {"name": "ppo", "kl_coefficient": 0.1, "kl_target": 1.0, "kl_horizon": 5, "reference_on_cpu": True}
+    found = config(algorithm=algorithm, shaping=shaping, critic={"warmup_steps": 3}, rollout={"top_k": 9, "logprobs": "full"})
+    assert idle_note(found) is None
