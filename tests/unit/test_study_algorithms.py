@@ -1,9 +1,14 @@
-"""The table of the comparison of algorithms, from runs as they are left."""
+"""The comparison of algorithms: which runs it makes, and its table, from runs as they are left."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
+from moe_rl.algorithms.table import ALGORITHMS
 from moe_rl.study import algorithms
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_algorithms.py"
 
 
 def run(path: Path, before: float, after: float, rewards: list[float], cpu: float) -> Path:
@@ -39,3 +44,17 @@ def test_runs_that_did_not_end_are_left_out_and_counted(tmp_path: Path) -> None:
     lines = algorithms.table(directories).splitlines()
     assert lines[2] == "| ppo | 0.0001 | 1 of 2 | 0.300 | 0.500 | 0.500 - 0.500 | +0.200 | 0.100 | - |"
     assert lines[3].startswith("| sapo | 0.0001 | 0 of 1 | -") and lines[3].count("|") == 10
+
+
+def test_every_algorithm_is_compared_from_the_warm_start_of_its_seed() -> None:
+    spec = importlib.util.spec_from_file_location("compare_algorithms", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules["compare_algorithms"] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    runs = {method: script.Point(method, 5e-5, 1).settings() for method in script.METHODS}
+    assert {found.algorithm.name for found in runs.values()} == set(ALGORITHMS)
+    assert len({found.run.name for found in runs.values()}) == len(runs) > len(ALGORITHMS)
+    for found in runs.values():
+        assert (found.run.seed, found.optimizer.lr, found.sft.steps) == (1, 5e-5, 0)
+        assert str(found.checkpoint.load) == "runs/algorithms/base-s1"
