@@ -36,7 +36,8 @@ _KL = {"beta": 0.1, "use_bias_correction_kl": False}
 _GRPO = {"loss_type": "grpo", **EPSILON}
 _GSPO = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
 _GMPO = {"epsilon_low": 0.4, "epsilon_high": 0.4}  # logarithms of the ratio, there
-_SAPO = {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+# 1.0625 for the default 1.05: TRL's own tensor of temperatures is float32, which holds the one exactly and not the other
+_SAPO = {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.0625}
 
 
 def _correction(mode: str, high: float, low: float | None = None, level: str = "token") -> dict[str, Any]:
@@ -65,7 +66,7 @@ AGREEMENTS: dict[str, Agreement] = {
     "cispo": Agreement(
         {"name": "cispo", "clip_high": 0.5}, {"loss_type": "cispo", "epsilon_low": 0.2, "epsilon_high": 1.5}, cuts=("high",)
     ),
-    "sapo": Agreement({"name": "sapo"}, _SAPO, cuts=()),
+    "sapo": Agreement({"name": "sapo", "sapo_tau_negative": 1.0625}, _SAPO, cuts=()),
     "rloo, ratio 1": Agreement(
         {"name": "rloo", **_CLIP}, EPSILON, trainer="RLOOTrainer", spread=0.0, cuts=(), value=False, tool_tokens=False
     ),
