@@ -155,8 +155,8 @@ class RunConfig(Section):
             )
         if self.overlong_buffer >= self.rollout.max_response_tokens:
             raise ValueError(
-                f"shaping.overlong_buffer={self.overlong_buffer}: must be below rollout.max_response_tokens="
-                f"{self.rollout.max_response_tokens}"
+                f"shaping.overlong_buffer={self.overlong_buffer}{self._origin('shaping', 'overlong_buffer')}: must be below "
+                f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
         if self.algorithm.router_shift and not self.model.moe_layers:
             raise ValueError("algorithm.router_shift=true: model.dense_layers leaves no layer that routes; leave it out")
@@ -185,6 +185,12 @@ class RunConfig(Section):
             return self.shaping.overlong_buffer
         share = self.algorithm.spec.overlong_share
         return max(1, int(share * self.rollout.max_response_tokens)) if share and self.rollout.max_response_tokens > 1 else 0
+
+    def _origin(self, section: str, key: str) -> str:
+        """Where a value is the preset's and not the user's."""
+        preset = presets.PRESETS.get(self.run.preset or "")
+        same = preset is not None and preset.values.get(section, {}).get(key) == getattr(getattr(self, section), key)
+        return f" (from run.preset={self.run.preset})" if same else ""
 
     def _asks_of_routers(self) -> str | None:
         """The setting that needs routers which can be observed or replayed."""

@@ -91,6 +91,11 @@ def _near_key(path: Sequence[str | int], model: type[BaseModel]) -> str:
     siblings = list(holder.model_fields) if holder else []
     if close := difflib.get_close_matches(name, siblings, n=1):
         return f"; did you mean {'.'.join([*section, close[0]])}?"
+    within = (
+        {dotted.rpartition(".")[2]: dotted for dotted in _keys(holder, ".".join(section) + ".")} if section and holder else {}
+    )
+    if close := difflib.get_close_matches(name, within, n=1, cutoff=0.8):
+        return f"; did you mean {within[close[0]]}?"
     # of two alike, the one that lies least deep, then the first
     by_depth = sorted(reversed(list(_keys(model))), key=lambda dotted: -dotted.count("."))
     everywhere = {dotted.rpartition(".")[2]: dotted for dotted in by_depth}

@@ -3,7 +3,7 @@
 tis: truncated importance sampling, min(r, high) (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
 Training", 2025). mis: masked importance sampling, r where r <= high, else 0 (Liu, Li et al., "When Speed Kills Stability",
 2025). icepop: r inside [low, high], else 0 (arXiv 2510.18855). sequence_mask: 1 for sequences whose geometric mean of ratios
-lies inside [low, high], else 0. All are decided in log space.
+lies inside [low, high], else 0 (the rejection by geometric mean of the authors of mis). All are decided in log space.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from moe_rl.algorithms.base import LOG_RATIO_BOUND
 from moe_rl.algorithms.config import CorrectionSection
 from moe_rl.metrics import Metrics
 
@@ -52,7 +53,7 @@ def correction_weights(
         weights = torch.where(outside, -math.inf, log_ratio).exp()
     counted = sizes > 0 if by_sequence else mask
     metrics.add("correction/touched_fraction", (outside & counted).sum(), counted.sum())
-    shown = torch.where(counted, log_ratio.clamp(max=20.0).exp(), -math.inf)
+    shown = torch.where(counted, log_ratio.clamp(max=LOG_RATIO_BOUND).exp(), -math.inf)
     metrics.add_max("correction/ratio_max", torch.cat([shown, shown.new_full((1,), -math.inf)]).amax())
     found = torch.where(mask, weights[sequence] if by_sequence else weights, 0.0)
     metrics.add("correction/weight_mean", found.sum(), mask.sum())

@@ -9,7 +9,7 @@ from models.model import MoEModel
 from models.value import ValueLoss, ValueModel
 from moe_rl import checkpoint
 from moe_rl.algorithms.config import CriticSection
-from moe_rl.algorithms.value import explained_variance, value_loss
+from moe_rl.algorithms.value import HELPERS, explained_variance, value_loss
 from moe_rl.checkpoint import CriticState
 from moe_rl.collectives import reduce_metrics
 from moe_rl.metrics import Metrics
@@ -61,4 +61,5 @@ class Critic:
         found = reduce_metrics(self._metrics, self.state.model.groups)
         norms, self._metrics, self._norms = self._norms, None, []
         found |= explained_variance(found)
+        found = {key: value for key, value in found.items() if key not in HELPERS}
         return found | {"critic/grad_norm": sum(norms) / len(norms), "critic/lr": self.state.optimizer.lr}

@@ -14,6 +14,7 @@ SHOWN = (
     ("drift/update/local/expert_change_rate/mean", "change", ".4f"),  # under replay the routes used agree by force
     ("drift/update/expert_change_rate/mean", "change", ".4f"),
     ("ratio/clip_fraction", "clip", ".3f"),
+    ("sampling/kept_fraction", "kept", ".2f"),
     ("time/rollout_tokens_per_second", "tok/s", ".0f"),
     ("kl/old_new", "kl", ".1e"),
     ("optimizer/grad_norm", "grad", ".2f"),

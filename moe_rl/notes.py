@@ -11,7 +11,7 @@ from moe_rl.presets import PRESETS
 from moe_rl.replay import replay_note
 
 # Larger groups and smaller ones were published; below this a group's mean says little
-_SMALL_GROUP = 4
+_SMALL_GROUP = 8
 # Above this a sequence ratio is practically never clipped: the paper's range is 3e-4 / 4e-4
 _GSPO_WIDE_CLIP = 0.01
 
@@ -27,6 +27,7 @@ def notes(config: RunConfig) -> list[str]:
         group_note(config),
         kl_note(config),
         warmup_note(config),
+        correction_note(config),
         idle_note(config),
     ]
     return [note for note in found if note is not None]
@@ -110,6 +111,17 @@ def kl_note(config: RunConfig) -> str | None:
     return None
 
 
+def correction_note(config: RunConfig) -> str | None:
+    """The embedded engine is the trained model: there is nothing to correct unless it draws from less than all of it."""
+    mode = config.algorithm.correction.mode
+    if mode == "off" or (config.rollout.is_restricted and config.rollout.logprobs == "renormalised"):
+        return None
+    return (
+        f"algorithm.correction.mode={mode}: the embedded engine is the trained model itself and agrees with it to rounding, so "
+        "that nothing is corrected (see rollout/logprob_gap_max)"
+    )
+
+
 def warmup_note(config: RunConfig) -> str | None:
     if not config.algorithm.trains_critic or not 0 < config.run.steps <= config.critic.warmup_steps:
         return None
@@ -129,6 +141,17 @@ _NEEDS: list[tuple[tuple[str, ...], str, Callable[[RunConfig], bool]]] = [
     ),
     (("algorithm.router_shift_floor",), "algorithm.router_shift=true", lambda c: c.algorithm.router_shift),
     (("algorithm.sampling_rounds",), "algorithm.dynamic_sampling=true", lambda c: c.algorithm.samples_dynamically),
+    (
+        ("algorithm.advantage_epsilon",),
+        "an advantage that divides by a deviation",
+        lambda c: c.algorithm.divides_by_std if c.algorithm.estimator == "group" else c.algorithm.estimator != "leave_one_out",
+    ),
+    (("replay.source", "replay.keep_share"), "replay.mode=filtered", lambda c: c.replay.mode == "filtered"),
+    (
+        ("algorithm.router_shift",),
+        "several updates a batch: algorithm.minibatches or algorithm.epochs above 1",
+        lambda c: c.algorithm.minibatches * c.algorithm.epochs > 1,
+    ),
     (
         ("algorithm.kl_horizon", "algorithm.kl_error_limit"),
         "algorithm.kl_target",

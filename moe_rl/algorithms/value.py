@@ -42,6 +42,8 @@ def value_loss(
     return total / max(tokens, 1), metrics
 
 
+# Of these only the mean return says something by itself
+HELPERS = ("critic/return_second_moment", "critic/residual_mean", "critic/residual_second_moment")
 _RETURN, _RETURN_2, _RESIDUAL, _RESIDUAL_2 = (
     "critic/return_mean",
     "critic/return_second_moment",
@@ -57,9 +59,9 @@ def _moments(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
 
 def explained_variance(metrics: dict[str, float]) -> dict[str, float]:
     """critic/explained_variance = 1 - Var(R - v) / Var(R), from reduced moments: 1 is perfect, 0 no better than a constant,
-    below 0 worse. Left out where the returns do not vary."""
+    below 0 worse. Left out where the returns do not vary (but for rounding)."""
     if _RETURN not in metrics:
         return {}
     of_returns = metrics[_RETURN_2] - metrics[_RETURN] ** 2
     of_residuals = metrics[_RESIDUAL_2] - metrics[_RESIDUAL] ** 2
-    return {"critic/explained_variance": 1 - of_residuals / of_returns} if of_returns > 1e-12 else {}
+    return {"critic/explained_variance": 1 - of_residuals / of_returns} if of_returns > 1e-12 * metrics[_RETURN_2] else {}

@@ -7,6 +7,7 @@ import pytest
 from models.config import PRESETS
 from moe_rl.config import RunConfig
 from moe_rl.notes import (
+    correction_note,
     group_note,
     idle_note,
     kl_note,
@@ -68,7 +69,7 @@ def test_small_groups() -> None:
     small = {"responses": 3, "prompts": 4}
     found = group_note(config(rollout=small))
     assert found == ("rollout.responses=3: a small group makes a noisy baseline; 8 and more are usual (DAPO 16, GRPO 64)")
-    assert group_note(config(rollout={"responses": 4})) is None
+    assert group_note(config(rollout={"responses": 8})) is None
     for name in ("reinforce_plus_plus", "ppo"):  # they compare with no group
         assert group_note(config(rollout=small, algorithm={"name": name})) is None
 
@@ -133,6 +134,15 @@ def test_a_warm_up_that_never_ends() -> None:
             "shaping.overlong_penalty (needs shaping.overlong_buffer above 0); "
             "shaping.length_power (needs shaping.length_target)",
         ),
+        (
+            {"algorithm": {"name": "dr_grpo", "advantage_epsilon": 1e-3}, "replay": {"source": "r3"}},
+            "algorithm.advantage_epsilon (needs an advantage that divides by a deviation); "
+            "replay.source (needs replay.mode=filtered)",
+        ),
+        (
+            {"algorithm": {"name": "gmpo", "router_shift": True, "minibatches": 1}},
+            "algorithm.router_shift (needs several updates a batch: algorithm.minibatches or algorithm.epochs above 1)",
+        ),
         ({"rollout": {"logprobs": "full"}}, "rollout.logprobs (needs rollout.top_p or rollout.top_k)"),
     ],
 )
@@ -146,3 +156,12 @@ def test_settings_with_their_switch_are_not() -> None:
     algorithm = {"name": "ppo", "kl_coefficient": 0.1, "kl_target": 1.0, "kl_horizon": 5, "reference_on_cpu": True}
     found = config(algorithm=algorithm, shaping=shaping, critic={"warmup_steps": 3}, rollout={"top_k": 9, "logprobs": "full"})
     assert idle_note(found) is None
+
+
+def test_the_embedded_engine_needs_no_correction_but_for_what_top_p_leaves_out() -> None:
+    algorithm = {"name": "grpo", "correction": {"mode": "tis"}}
+    found = correction_note(config(algorithm=algorithm))
+    assert found is not None and found.startswith("algorithm.correction.mode=tis: the embedded engine is the trained model")
+    assert correction_note(config(algorithm=algorithm, rollout={"top_p": 0.9, "logprobs": "full"})) == found
+    assert correction_note(config(algorithm=algorithm, rollout={"top_p": 0.9})) is None
+    assert correction_note(config()) is None

@@ -64,3 +64,9 @@ def test_a_preset_of_another_algorithm_is_refused(file: Path) -> None:
 def test_a_typo_is_likened(file: Path) -> None:
     with pytest.raises(UsageError, match=r"run.preset=over_70b_gpso: must be one of .*; did you mean over_70b_gspo\?"):
         load(file, ["run.preset=over_70b_gpso"])
+
+
+def test_an_error_says_which_value_is_the_presets(file: Path) -> None:
+    says = r"shaping.overlong_buffer=4096 \(from run.preset=dapo_32b\): must be below rollout.max_response_tokens=64"
+    with pytest.raises(UsageError, match=says):
+        load(file, ["run.preset=dapo_32b", "rollout.max_response_tokens=64"])
