@@ -73,6 +73,8 @@ def _explain_one(error: Mapping[str, Any], model: type[BaseModel]) -> str:
     if kind == "model_type":
         return f"{key}={show(value)}: must be a section, a mapping of keys to values"
     constraint = error["msg"].replace("Input should", "must").replace("String should", "must")
+    if kind in ("bool_parsing", "bool_type"):
+        constraint = "must be true or false"
     if kind == "string_type" and isinstance(value, int | float):
         constraint += "; put it in quotes"
     if kind == "literal_error" and isinstance(value, str):

@@ -138,6 +138,7 @@ def test_the_base_lies_beneath_the_file(file: Path) -> None:
     [
         ("rollout.promts=4", "unknown key rollout.promts; did you mean rollout.prompts?"),
         ("run.lr=1", "unknown key run.lr; did you mean optimizer.lr?"),
+        ("algorithm.router_shift=perhaps", "algorithm.router_shift=perhaps: must be true or false"),
         ("critic.lr=1", "unknown key critic.lr; did you mean critic.optimizer.lr?"),
         ("promts=4", "unknown key promts; did you mean rollout.prompts?"),
         ("drift.watch.reward.treshold=1", "key drift.watch.reward.treshold; did you mean drift.watch.reward.threshold?"),
