@@ -1,10 +1,11 @@
 """Runs a function on several gloo ranks: real processes, a file as meeting place, an error of any rank is the test's."""
 
+import itertools
 import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # What every rank needs is imported once, by the server that the ranks are forked from: it takes seconds and computes nothing.
 multiprocessing.set_forkserver_preload(["tests.distributed.imported"])
+
+_RUNS_A_PROCESS = 6
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -36,12 +39,14 @@ def _enter(rank: int, function: Callable[..., Any], world_size: int, folder: str
 
 
 def train_on_ranks(world_size: int, configs: "list[RunConfig]") -> None:
-    """`moe_rl.trainer.train` of one configuration after the other, in the same processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_train, (world_size, folder, configs), nprocs=world_size, start_method="forkserver")  # pyright: ignore[reportPrivateImportUsage]
+    """`moe_rl.trainer.train` of one configuration after the other, some in the same processes: the threads and groups that
+    finished runs leave behind slow those that follow."""
+    for some in itertools.batched(configs, _RUNS_A_PROCESS):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.start_processes(_train, (world_size, folder, some), nprocs=world_size, start_method="forkserver")  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _train(rank: int, world_size: int, folder: str, configs: "list[RunConfig]") -> None:
+def _train(rank: int, world_size: int, folder: str, configs: "Sequence[RunConfig]") -> None:
     from moe_rl.trainer import train
     from parallel import runtime
 
