@@ -34,6 +34,7 @@ from moe_rl.config import DriftSection, ReplaySection, RunConfig
 from moe_rl.critic import Critic
 from moe_rl.preparation import prepare
 from moe_rl.reference import Reference
+from moe_rl.router_shift import measure_router_shift
 from moe_rl.session import opened
 from moe_rl.trainer import Trainer
 from moe_rl.types import Problem, Response, Rollout
@@ -91,8 +92,17 @@ def updates(config: RunConfig, table: Table) -> None:
             other = AlgorithmSection(name=name, entropy_coefficient=0.01 if name == "ppo" else 0.0)
             what = f"update, {name}{' with an entropy bonus' * bool(other.entropy_coefficient)}"
             row(table, what, update(OFF, algorithm=other), f"update, {config.algorithm.name}", blind, rounds=5)
-        shifted = update(OFF, algorithm=config.algorithm.model_copy(update={"router_shift": True}))
+        section = config.algorithm.model_copy(update={"router_shift": True})
+        staged = PolicyUpdate(model, section, config.rollout, OFF, ReplaySection())
+        parts = prepared(staged, config)
+
+        def pass_of_its_own() -> None:  # as several pipeline stages need it
+            measure_router_shift(staged.observer, parts.parts, None, section.router_shift_floor)
+            staged.step(parts, optimizer, None, moved=False)
+
+        shifted = update(OFF, algorithm=section)
         row(table, "update, router shift, drift off", shifted, "without", blind)
+        row(table, "update, router shift by a pass of its own", pass_of_its_own, "without", blind)
 
 
 def state(config: RunConfig, groups: Groups, device: torch.device, table: Table) -> tuple[MoEModel, Optimizer]:

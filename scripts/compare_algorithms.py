@@ -8,8 +8,6 @@ docs/algorithms.md for what it says and what it does not.
 import argparse
 import os
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +54,12 @@ def main() -> int:
     arguments = _parse()
     points = [Point(m, lr, seed) for seed in arguments.seeds for m in arguments.methods for lr in arguments.lrs]
     try:
-        directories = {(point.method, point.lr, point.seed): point.settings().directory for point in points}
-        failed = _train_all(arguments.seeds, points, arguments.processes)
-        text = algorithms.table(directories)
+        warm = [grid.Job(_warm_start(seed), _base(seed)) for seed in arguments.seeds]
+        jobs = [grid.Job(point.name, point.settings(), _warm_start(point.seed)) for point in points]
+        # a fresh process a run, so that no run pays for what Megatron keeps of another
+        failed = grid.train_all(warm, jobs, arguments.processes, runs_a_worker=1)
+        directories = [job.settings.directory for job in jobs]
+        text = algorithms.table({(p.method, p.lr, p.seed): d for p, d in zip(points, directories, strict=True)})
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -72,33 +73,6 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _train_all(seeds: Sequence[int], points: Sequence[Point], processes: int) -> dict[str, str]:
-    """What failed, by name, and why."""
-    began, failed = time.monotonic(), {}
-    for seed, done in grid.as_done(_warm, seeds, processes, 1):
-        why = grid.failure(done, _base(seed).directory)
-        print(f"warm start of seed {seed}: {why or 'is there'}", flush=True)
-        if why:
-            failed[f"warm start of seed {seed}"] = why
-    startable = [point for point in points if f"warm start of seed {point.seed}" not in failed]
-    # a fresh process a run, so that no run pays for what Megatron keeps of another
-    for number, (point, done) in enumerate(grid.as_done(_run, startable, processes, 1), start=1):
-        if why := grid.failure(done, point.settings().directory):
-            failed[point.name] = why
-        result = f"failed: {why}" if why else f"pass@1 {done.result():.3f}"
-        minutes = (time.monotonic() - began) / 60
-        print(f"{number}/{len(startable)} {point.name}: {result} ({minutes:.1f} min)", flush=True)
-    return failed
-
-
-def _warm(seed: int) -> float:
-    return grid.trained(_base(seed))
-
-
-def _run(point: Point) -> float:
-    return grid.trained(point.settings())
-
-
 def _settings(overrides: list[str]) -> config.RunConfig:
     return config.load(ROOT / "configs" / "algorithms.yaml", overrides)
 
@@ -106,6 +80,10 @@ def _settings(overrides: list[str]) -> config.RunConfig:
 def _base(seed: int) -> config.RunConfig:
     """The warm start that all runs of a seed begin with."""
     return _settings([f"run.name=base-s{seed}", f"run.seed={seed}", "run.steps=0"])
+
+
+def _warm_start(seed: int) -> str:
+    return f"warm start of seed {seed}"
 
 
 def _parse() -> argparse.Namespace:

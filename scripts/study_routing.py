@@ -9,8 +9,6 @@ import argparse
 import itertools
 import os
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +60,9 @@ def main() -> int:
     points = [Point(method, minibatches, lr, seed) for seed, minibatches, lr, method in axes]
     try:
         root = _settings([]).run.dir
-        directories = [_settings(point.overrides()).directory for point in points]  # before anything is trained
-        failed = _train_all(arguments.seeds, points, arguments.processes)
+        warm = [grid.Job(_warm_start(seed), _settings(_base(seed))) for seed in arguments.seeds]
+        jobs = [grid.Job(point.name, _settings(point.overrides()), _warm_start(point.seed)) for point in points]
+        failed = grid.train_all(warm, jobs, arguments.processes, RUNS_A_WORKER)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -71,7 +70,7 @@ def main() -> int:
         print("\ninterrupted: the same command goes on with what is missing", file=sys.stderr)
         return 130
     try:
-        study.write(root, directories)
+        study.write(root, [job.settings.directory for job in jobs])
     except UsageError as error:
         failed["study"] = str(error)
     for name, why in failed.items():
@@ -81,31 +80,6 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _train_all(seeds: Sequence[int], points: Sequence[Point], processes: int) -> dict[str, str]:
-    """What failed, by name, and why. Nothing that fails keeps the others from being trained."""
-    began, failed = time.monotonic(), {}
-    for seed, done in grid.as_done(_warm, seeds, processes, RUNS_A_WORKER):
-        if why := grid.failure(done, _settings(_base(seed)).directory):
-            failed[f"warm start of seed {seed}"] = why
-        print(f"warm start of seed {seed}: {why or 'is there'}", flush=True)
-    startable = [point for point in points if f"warm start of seed {point.seed}" not in failed]
-    for number, (point, done) in enumerate(grid.as_done(_run, startable, processes, RUNS_A_WORKER), start=1):
-        if why := grid.failure(done, _settings(point.overrides()).directory):
-            failed[point.name] = why
-        result = f"failed: {why}" if why else f"pass@1 {done.result():.3f}"
-        minutes = (time.monotonic() - began) / 60
-        print(f"{number}/{len(startable)} {point.name}: {result} ({minutes:.1f} min)", flush=True)
-    return failed
-
-
-def _warm(seed: int) -> float:
-    return grid.trained(_settings(_base(seed)))
-
-
-def _run(point: Point) -> float:
-    return grid.trained(_settings(point.overrides()))
-
-
 def _settings(overrides: list[str]) -> config.RunConfig:
     return config.load(ROOT / "configs" / "study.yaml", overrides)
 
@@ -113,6 +87,10 @@ def _settings(overrides: list[str]) -> config.RunConfig:
 def _base(seed: int) -> list[str]:
     """The warm start that all runs of a seed begin with."""
     return [f"run.name=base-s{seed}", f"run.seed={seed}", "run.steps=0"]
+
+
+def _warm_start(seed: int) -> str:
+    return f"warm start of seed {seed}"
 
 
 def _parse() -> argparse.Namespace:

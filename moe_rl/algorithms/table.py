@@ -55,6 +55,7 @@ class Algorithm(NamedTuple):
     overlong_share: float = 0.0
 
 
+_TOKEN_MEAN_FIRST: tuple[Aggregation, ...] = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 _LENGTHS = "one term a sequence: its geometric mean has taken the length out"
 
 ALGORITHMS: dict[Name, Algorithm] = {
@@ -62,7 +63,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
         "clipped",
         clip_low=0.2,
         clip_high=0.2,
-        aggregations=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+        aggregations=_TOKEN_MEAN_FIRST,
         advantages=("gae",),
         paper="arXiv 1707.06347",
         why="its advantages come from a value model (without one it is grpo or reinforce_plus_plus)",
@@ -72,7 +73,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
         "clipped",
         clip_low=0.2,
         clip_high=0.2,
-        aggregations=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+        aggregations=_TOKEN_MEAN_FIRST,
         advantages=("batch",),
         paper="arXiv 2501.03262",
         why="it normalises over the whole batch and has no groups",
@@ -82,7 +83,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
         "clipped",
         clip_low=0.2,
         clip_high=0.2,
-        aggregations=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+        aggregations=_TOKEN_MEAN_FIRST,
         advantages=("group_batch",),
         paper="arXiv 2501.03262",
         why="it subtracts the group's mean and divides by the batch's deviation",
@@ -159,7 +160,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
         "cispo",
         clip_low=1.0,
         clip_high=4.0,  # the paper gives no number; TRL recommends a cap of 5
-        aggregations=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+        aggregations=_TOKEN_MEAN_FIRST,
         advantages=ANY_ESTIMATOR,
         paper="arXiv 2506.13585",
         why="",

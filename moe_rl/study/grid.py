@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl import config, tracking, yaml_text
@@ -30,6 +31,36 @@ def as_done[Item, Made](
                     yield futures[future], future
             finally:
                 pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. base: the name of the warm start that it begins with; none: it is one."""
+
+    name: str
+    settings: config.RunConfig
+    base: str | None = None
+
+
+def train_all(warm: Sequence[Job], jobs: Sequence[Job], processes: int, runs_a_worker: int) -> dict[str, str]:
+    """The warm starts, then the jobs of those that are there, with a line as each is done. Returns what failed, by name, and
+    why: nothing that fails keeps the others from being trained."""
+    began, failed = time.monotonic(), dict[str, str]()
+    for job, done in as_done(_trained, warm, processes, runs_a_worker):
+        if why := failure(done, job.settings.directory):
+            failed[job.name] = why
+        print(f"{job.name}: {why or 'is there'}", flush=True)
+    startable = [job for job in jobs if job.base not in failed]
+    for number, (job, done) in enumerate(as_done(_trained, startable, processes, runs_a_worker), start=1):
+        if why := failure(done, job.settings.directory):
+            failed[job.name] = why
+        result = f"failed: {why}" if why else f"pass@1 {done.result():.3f}"
+        print(f"{number}/{len(startable)} {job.name}: {result} ({(time.monotonic() - began) / 60:.1f} min)", flush=True)
+    return failed
+
+
+def _trained(job: Job) -> float:
+    return trained(job.settings)
 
 
 def failure(done: "Future[float]", directory: Path) -> str:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 
@@ -82,7 +84,7 @@ def test_bad_arguments_end_with_a_line_before_anything_is_trained(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["study_routing.py", *arguments])
-    monkeypatch.setattr(SCRIPT, "_train_all", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(grid, "train_all", lambda *_: pytest.fail("trained"))
     try:
         code = SCRIPT.main()
     except SystemExit as ended:  # argparse
@@ -96,12 +98,13 @@ def test_each_value_is_trained_once_and_failures_are_named_at_the_end(
 ) -> None:
     seen: list[str] = []
 
-    def train_all(seeds: list[int], points: list, processes: int) -> dict[str, str]:
-        seen.extend(point.name for point in points)
-        return {points[0].name: "ValueError: no"}
+    def train_all(warm: Sequence[grid.Job], jobs: Sequence[grid.Job], processes: int, runs_a_worker: int) -> dict[str, str]:
+        assert [job.name for job in warm] == ["warm start of seed 1"] == list({job.base for job in jobs})
+        seen.extend(job.name for job in jobs)
+        return {jobs[0].name: "ValueError: no"}
 
     monkeypatch.chdir(tmp_path)  # holds no run: the study has nothing to show
-    monkeypatch.setattr(SCRIPT, "_train_all", train_all)
+    monkeypatch.setattr(grid, "train_all", train_all)
     monkeypatch.setattr(sys, "argv", ["study_routing.py", "--seeds", "1,1", "--minibatches", "2", "--methods", "gspo,gspo"])
     assert SCRIPT.main() == 1
     assert seen == ["gspo-m2-lr5e-05-s1", "gspo-m2-lr0.0002-s1", "gspo-m2-lr0.0006-s1"]
@@ -119,3 +122,27 @@ def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(option in shown for option in ("--methods", "--minibatches", "--lrs", "--seeds", "--processes"))
+
+
+def test_a_job_without_its_warm_start_is_not_made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two warm starts one fails; the job of the other one is made, and fails by itself."""
+    settings = SCRIPT._settings([])
+    warm = [grid.Job("one", settings), grid.Job("two", settings)]
+    jobs = [grid.Job("a", settings, "one"), grid.Job("b", settings, "two"), grid.Job("c", settings, "two")]
+    why = {"one": "ValueError: one", "b": "ValueError: b"}
+    made: list[str] = []
+
+    def as_done(make: object, items: Sequence[grid.Job], *_: int) -> Iterator[tuple[grid.Job, Future[float]]]:
+        for job in items:
+            made.append(job.name)
+            future: Future[float] = Future()
+            future.set_result(0.25)
+            yield job, future
+
+    monkeypatch.setattr(grid, "as_done", as_done)
+    monkeypatch.setattr(grid, "failure", lambda done, directory: why.get(made[-1], ""))
+    assert grid.train_all(warm, jobs, 1, 1) == why
+    assert made == ["one", "two", "b", "c"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["one: ValueError: one", "two: is there"]
+    assert lines[2].startswith("1/2 b: failed: ValueError: b (") and lines[3].startswith("2/2 c: pass@1 0.250 (")
