@@ -12,7 +12,7 @@ from models.config import OptimizerConfig
 from moe_rl import checkpoint
 from moe_rl.checkpoint import Progress
 from parallel.runtime import Runtime
-from tests.distributed.layouts import assert_close
+from tests.distributed.layouts import LAYOUTS, assert_close, name
 from tests.distributed.passes import Case, built
 from tests.distributed.ranks import run_on_ranks, train_on_ranks
 from tests.distributed.runs import Runs, differing, read, tensors
@@ -20,15 +20,6 @@ from tests.distributed.updates import update
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = {
-    "one": (1, []),
-    "EP2": (2, ["parallel.expert=2"]),
-    "TP2": (2, ["parallel.tensor=2"]),
-    "PP2": (2, ["parallel.pipeline=2"]),
-    "PP2 virtual": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
-    "TP2 EP2": (2, ["parallel.tensor=2", "parallel.expert=2"]),
-    "DP2": (2, []),
-}
 # Each from the same checkpoint, in one step whose minibatches drift apart
 REPLAYS = {
     "r2": ["replay.mode=r2", "model.recompute=full"],
@@ -42,10 +33,6 @@ SPARSE = ["rollout.prompts=1", "algorithm.epochs=2", "algorithm.microbatch_token
 
 # The first stage of two has no layer that routes; fresh weights, which are the same in every layout
 DENSE = ["model.dense_layers=[0,1]", "replay.mode=r3", "algorithm.minibatches=2"]
-
-
-def name(layout: str, what: str) -> str:
-    return f"{layout}-{what}".replace(" ", "-")
 
 
 @pytest.fixture(scope="module")
