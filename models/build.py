@@ -20,22 +20,25 @@ def transformer_engine_is_present() -> bool:
 
 def transformer_config(model: ModelConfig, groups: Groups) -> Any:
     """Megatron's configuration of `model` split by `groups`."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.activations import quick_gelu
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     parallel, dtype = groups.parallel, DTYPES[model.dtype]
     interleaved = parallel.virtual_pipeline > 1
     balancing = model.load_balancing if model.load_balancing.endswith("aux_loss") else "none"
-    config = TransformerConfig(
+    family: Any = MLATransformerConfig if model.latent else TransformerConfig
+    config = family(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
         num_query_groups=model.kv_heads,
         kv_channels=model.head_dim,
         ffn_hidden_size=model.ffn,
-        moe_ffn_hidden_size=model.moe_ffn,
-        num_moe_experts=model.experts,
+        moe_ffn_hidden_size=model.moe_ffn or None,
+        num_moe_experts=model.experts or None,
         moe_layer_freq=[int(i in model.moe_layers) for i in range(model.layers)],
         moe_shared_expert_intermediate_size=model.shared_ffn or None,
+        moe_shared_expert_gate=model.shared_gate,
         moe_router_topk=model.topk,
         moe_router_score_function=model.router_score,
         moe_router_pre_softmax=model.router_pre_softmax,
@@ -46,16 +49,19 @@ def transformer_config(model: ModelConfig, groups: Groups) -> Any:
         moe_router_fusion=model.router_fusion,
         moe_router_load_balancing_type=balancing,
         moe_aux_loss_coeff=model.aux_loss_coefficient if balancing != "none" else 0.0,
-        moe_router_enable_expert_bias=model.load_balancing == "expert_bias",
-        moe_router_bias_update_rate=model.expert_bias_rate,
+        moe_router_enable_expert_bias=model.has_expert_bias,
+        moe_router_bias_update_rate=model.expert_bias_rate if model.load_balancing == "expert_bias" else 0.0,
         moe_token_dispatcher_type=parallel.dispatcher,
         moe_grouped_gemm=transformer_engine_is_present(),
+        transformer_impl="transformer_engine" if transformer_engine_is_present() else "local",
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
         sequence_parallel=parallel.tensor > 1,
         # with two stages both neighbours are the same rank, and batched messages of an interleaved schedule cross
         overlap_p2p_comm=interleaved,
@@ -65,10 +71,16 @@ def transformer_config(model: ModelConfig, groups: Groups) -> Any:
         bf16=model.dtype == "bfloat16",
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
-        qk_layernorm=model.qk_norm,
-        add_bias_linear=False,
+        qk_layernorm=model.qk_norm or model.latent,
+        add_bias_linear=model.bias,
+        add_qkv_bias=model.qkv_bias,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=quick_gelu if model.activation == "quick_gelu" else F.silu,
+        activation_func_clamp_value=model.glu_clamp,
+        glu_linear_offset=model.glu_offset,
+        softmax_type="learnable" if model.attention_sinks else "vanilla",
+        window_size=None if model.window is None else (model.window - 1, 0),
+        window_attn_skip_freq=None if model.window is None else [int(i in model.window_layers) for i in range(model.layers)],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # the loss is a sum over tokens with global denominators: gradients are summed, never averaged, across ranks
@@ -83,11 +95,29 @@ def transformer_config(model: ModelConfig, groups: Groups) -> Any:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        **(_latent(model) if model.latent else {}),
     )
     # set afterwards: the constructor refuses it with the allgather dispatcher, whose ranks must bring equally many tokens;
     # `Transformer.stream_sizes` sees to that
     config.variable_seq_lengths = parallel.pipeline > 1
     return config
+
+
+def _latent(model: ModelConfig) -> dict[str, Any]:
+    """What multi-head latent attention adds. The rotary embedding's frequencies are models/rotary.py's."""
+    scaling = model.rope_scaling or {}
+    return dict(
+        rope_type="rope",
+        # of the scores' scale, as in transformers: (1 + 0.1 mscale_all_dim log factor)^2
+        rotary_scaling_factor=scaling.get("factor", 1.0),
+        mscale_all_dim=scaling.get("mscale_all_dim") or 0.0,
+        multi_latent_attention=True,
+        q_lora_rank=model.q_lora_rank,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_head_dim=model.head_dim,
+        qk_pos_emb_head_dim=model.rope_head_dim,
+        v_head_dim=model.v_head_dim,
+    )
 
 
 def build_chunks(model: ModelConfig, groups: Groups, config: Any) -> list[Any]:
@@ -99,14 +129,14 @@ def _build_chunk(model: ModelConfig, groups: Groups, config: Any, chunk: int) ->
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from models.torch_layers import TokenRotary
+    from models.rotary import install_rotary
 
     layers = _layers()
-    first, count = layers_of(model.layers, groups, chunk)
-    specs = {is_moe: layers.layer_spec(config, is_moe) for is_moe in (True, False)}
-    block: Any = TransformerBlockSubmodules(
-        layer_specs=[specs[i in model.moe_layers] for i in range(first, first + count)], layer_norm=layers.Norm
-    )
+    specs = {
+        is_moe: layers.layer_spec(model, config, is_moe) for is_moe in {i in model.moe_layers for i in range(model.layers)}
+    }
+    here = groups.parallel.stage_layers(model.layers)[groups.pipeline.rank][chunk]
+    block: Any = TransformerBlockSubmodules(layer_specs=[specs[i in model.moe_layers] for i in here], layer_norm=layers.Norm)
     with tensors_answer_as_cuda():  # a pipeline moves its second copy of tied embeddings there
         module: Any = GPTModel(
             config,
@@ -116,11 +146,12 @@ def _build_chunk(model: ModelConfig, groups: Groups, config: Any, chunk: int) ->
             pre_process=groups.is_first_chunk(chunk),
             post_process=groups.is_last_chunk(chunk),
             position_embedding_type="rope",
+            rotary_percent=model.rope_fraction,
             rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]
             share_embeddings_and_output_weights=model.tie_embeddings,
             vp_stage=chunk if groups.parallel.virtual_pipeline > 1 else None,
         )
-    module.rotary_pos_emb.__class__ = TokenRotary
+    install_rotary(module, model)
     if torch.cuda.is_available():
         module.cuda()
     return module
@@ -135,10 +166,3 @@ def _layers() -> Any:
     from models import torch_layers
 
     return torch_layers
-
-
-def layers_of(layers: int, groups: Groups, chunk: int) -> tuple[int, int]:
-    """(first 0-based layer, number of layers) of virtual stage `chunk` on this rank, as Megatron lays them out."""
-    stages, chunks = groups.pipeline.size, groups.parallel.virtual_pipeline
-    count = layers // (stages * chunks)
-    return (chunk * stages + groups.pipeline.rank) * count, count

@@ -78,3 +78,14 @@ def refill(
     kept = torch.zeros(len(scores), experts + 1, dtype=torch.bool, device=scores.device).scatter(1, place, True)[:, :experts]
     rank = torch.full_like(scores, float("-inf")).scatter(1, live, scores.gather(1, live))
     return rank.masked_fill(kept, float("inf")).topk(forced.shape[1], dim=1).indices.sort(dim=-1).values
+
+
+def within_groups(scores: Float[Tensor, "T E"], groups: int, group_topk: int, best: int) -> Float[Tensor, "T E"]:
+    """Scores with -inf outside of each token's group_topk best groups; a group's score is the sum of its `best` best experts'.
+
+    best = 1: DeepSeek-V2 (arXiv 2405.04434, section 2.2.2); best = 2: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+    """
+    grouped = scores.view(len(scores), groups, -1)
+    strength = grouped.topk(best, dim=-1).values.sum(-1)
+    chosen = torch.zeros_like(strength, dtype=torch.bool).scatter(1, strength.topk(group_topk, dim=-1).indices, True)
+    return grouped.masked_fill(~chosen[:, :, None], float("-inf")).view_as(scores)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.layer_map import moe_modules
-from models.routes import live_enough, refill
+from models.routes import live_enough, refill, within_groups
 from models.stream import Stream
 
 
@@ -64,8 +64,9 @@ class RouteLog:
 class RouteTap:
     """One router's tap. Megatron calls `get_replay_topk` in place of its own top-k."""
 
-    def __init__(self, layer: int, place: int, router: Any) -> None:
+    def __init__(self, layer: int, place: int, router: Any, group_best: int | None = None) -> None:
         self.layer, self.place = layer, place  # place: of the layer in Replay.routes
+        self.group_best = group_best  # ModelConfig.router_group_best
         self.layer_number: int | None = None  # Megatron writes its own number here
         self.stream: Stream | None = None
         self._router = router
@@ -82,18 +83,26 @@ class RouteTap:
         """scores [T / tensor, E] -> (scores of the chosen [., K], expert ids [., K])."""
         log = self.log
         if log is None:
-            return default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            return self._select(scores, topk, num_groups, group_topk, default)
         if self.layer in log.choice:  # the same stream again: recomputation, which must repeat its forward's choice
             chosen = log.choice[self.layer]
             return scores.gather(1, chosen), chosen
         with torch.no_grad():
-            _, live = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            _, live = self._select(scores, topk, num_groups, group_topk, default)
             # in order of expert number: top-k comes in another order without gradients, and gates would round differently
             live = log.live[self.layer] = live.sort(dim=-1).values
             chosen = log.choice[self.layer] = live if log.replay is None else self._replayed(log, scores, live)
             if self.stream is not None and self.stream.observe is not None:
                 self._observe(log, scores, self.stream.observe)
         return scores.gather(1, chosen), chosen
+
+    def _select(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Megatron's own top-k; with a group's score as this model has it."""
+        if num_groups is None or group_topk is None or self.group_best is None:
+            return default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return default(within_groups(scores, num_groups, group_topk, self.group_best), topk, num_groups=None, group_topk=None)
 
     def _replayed(self, log: RouteLog, scores: Tensor, live: Tensor) -> Tensor:
         replay = log.replay
@@ -156,12 +165,12 @@ def check_replayed(streams: Sequence[Stream], layers: Sequence[int]) -> None:
             )
 
 
-def install_taps(chunks: list[Any]) -> list[RouteTap]:
-    """Puts a tap into every router of `chunks` (unwrapped models), in order of layers."""
+def install_taps(chunks: list[Any], group_best: int | None = None) -> list[RouteTap]:
+    """Puts a tap into every router of `chunks` (unwrapped models), in order of layers. group_best: as in ModelConfig."""
     taps = []
     for place, (layer, module) in enumerate(moe_modules(chunks)):
         router = module.mlp.router
-        tap = RouteTap(layer, place, router)
+        tap = RouteTap(layer, place, router, group_best)
         router.router_replay = tap
         router._apply_expert_bias = partial(_count_load, router)
         router.attach_and_log_load_balancing_loss = partial(_attach, router, tap, router.attach_and_log_load_balancing_loss)

@@ -4,6 +4,7 @@ Not tried here: it needs a GPU. Only this file imports Transformer Engine (throu
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from models.attention import Scheme, attend
+from models.config import ModelConfig
 from models.stream import Stream
-from models.torch_layers import attend
+from models.torch_layers import SpanRMSNorm, router
 
 Norm: Any = TENorm
 
@@ -26,12 +29,22 @@ class StreamTEAttention(TEDotProductAttention):  # pyright: ignore[reportGeneral
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Stream, **kwargs: Any
     ) -> Tensor:
-        """query [T, 1, heads, d], key and value [T, 1, groups, d] -> [T, 1, heads * d]."""
-        stream, flat = packed_seq_params, (query[:, 0], key[:, 0], value[:, 0])
+        """query [T, 1, heads, d], key and value [T, 1, groups, d], or all without the 1 -> [T, 1, heads * d]."""
+        stream, flat = packed_seq_params, [t[:, 0] if t.dim() == 4 else t for t in (query, key, value)]
         if stream.cache is not None:
-            return attend(stream, self.layer_number, *flat, None)[:, None]
+            return attend(stream, self.layer_number, *flat, self._scheme)[:, None]
         out = super().forward(*flat, attention_mask, packed_seq_params=_as_thd(stream), **kwargs)
         return out.reshape(stream.size, 1, -1)
+
+    def __init__(self, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, softmax_scale=softmax_scale, **kwargs)
+        self._scale = softmax_scale
+
+    @property
+    def _scheme(self) -> Scheme:
+        window = self.config.window_size
+        slides = window is not None and self.config.window_attn_skip_freq[self.layer_number - 1]  # pyright: ignore
+        return Scheme(self._scale, window[0] + 1 if slides and window else None, getattr(self, "softmax_offset", None))
 
 
 def _as_thd(stream: Stream) -> PackedSeqParams:
@@ -41,14 +54,21 @@ def _as_thd(stream: Stream) -> PackedSeqParams:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
-def layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     """One transformer layer."""
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if is_moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=model.latent,
     )
     spec = copy.deepcopy(spec)
     submodules: Any = spec.submodules
-    submodules.self_attention.submodules.core_attention = StreamTEAttention
+    attention = submodules.self_attention.submodules
+    attention.core_attention = StreamTEAttention
+    if model.qk_norm_span == "all" and model.qk_norm:
+        attention.q_layernorm = partial(SpanRMSNorm, heads=model.heads)
+        attention.k_layernorm = partial(SpanRMSNorm, heads=model.kv_heads)
+    if is_moe:
+        submodules.mlp.keywords["submodules"].router = router(model)
     return spec

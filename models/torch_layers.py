@@ -1,4 +1,4 @@
-"""The layers where Transformer Engine is absent: torch attention over the packed stream, RMSNorm, stacked experts."""
+"""The layers where Transformer Engine is absent: Megatron's, with norms, experts and attention of torch alone."""
 
 from functools import partial
 from typing import Any
@@ -7,21 +7,33 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from models.stream import Stream
+from models.attention import StreamAttention
+from models.config import ModelConfig
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -35,68 +47,46 @@ class RMSNorm(torch.nn.RMSNorm):
 Norm = RMSNorm
 
 
-class TokenRotary(RotaryEmbedding):
-    """Rotary embedding by each token's own position, on every pipeline stage. Replaces RotaryEmbedding's class in place.
+class SpanRMSNorm(MegatronModule):
+    """RMSNorm of queries (or keys) over all heads together, as OLMoE has it: its mean goes over the tensor ranks."""
 
-    Megatron asks for a length and then for the angles of that length; here the stream itself is handed through as the
-    "length", so that nothing has to be remembered between the two calls.
-    """
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        return next(a for a in (*args, *kwargs.values()) if isinstance(a, Stream))
-
-    def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        stream: Stream = max_seq_len
-        angles = stream.position.to(self.inv_freq.dtype)[:, None] * self.inv_freq.to(stream.position.device)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]  # [T, 1, 1, head size]
-
-
-class StreamAttention(MegatronModule):
-    """Causal scaled-dot-product attention within each row of the stream; with a cache, over the row's earlier tokens too."""
-
-    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, **_: Any) -> None:
         super().__init__(config=config)
-        self.layer_number, self.softmax_scale = layer_number, softmax_scale
+        self.group, self.width = get_tensor_model_parallel_group(), heads * hidden_size
+        self.weight = torch.nn.Parameter(torch.empty(self.width // self.group.size(), dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Stream, **_: Any):
-        """query [T, 1, heads, d], key and value [T, 1, groups, d] -> [T, 1, heads * d]."""
-        return attend(packed_seq_params, self.layer_number, query[:, 0], key[:, 0], value[:, 0], self.softmax_scale)[:, None]
+    def forward(self, heads: Tensor) -> Tensor:
+        """[T, 1, heads here, d] -> the same."""
+        flat = heads.flatten(-2).float()
+        squares = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), group=self.group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)  # its gradient is every rank's, summed
+        normed = flat * torch.rsqrt(squares / self.width + self.config.layernorm_epsilon)
+        return (self.weight * normed.to(heads.dtype)).view_as(heads)
 
-
-def attend(stream: Stream, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """[T, heads, d] x [T, groups, d] -> [T, heads * d]."""
-    if stream.cache is not None:
-        real = slice(stream.real)  # filler is never cached: it may be longer than the cache
-        keys, values = stream.cache.write(layer, stream.row[real], stream.position[real], key[real], value[real])
-        if len(stream.lengths) == stream.real:  # one token a sequence: decode
-            out = _decode(stream.position[real], query[real], keys, values, scale)
-            return F.pad(out, (0, 0, 0, stream.filler))
-    rows = len(stream.lengths) + (stream.filler > 0)
-    longest = max(*stream.lengths, stream.filler, 1)
-    if rows * longest == stream.size:  # equal lengths: a view will do
-        q, k, v = (t.view(rows, longest, *t.shape[1:]).transpose(1, 2) for t in (query, key, value))
-    else:
-        where = (stream.row, stream.position)
-        q, k, v = (t.new_zeros(rows, longest, *t.shape[1:]).index_put(where, t).transpose(1, 2) for t in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    out = out.transpose(1, 2)
-    out = out.reshape(stream.size, -1, out.shape[-1]) if rows * longest == stream.size else out[stream.row, stream.position]
-    return out.reshape(stream.size, -1)
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
-def _decode(position: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """Token i is of cache row i, at position[i]."""
-    tokens, heads, size = query.shape
-    if tokens == 0:
-        return query.reshape(0, heads * size)
-    groups, longest = keys.shape[1], int(position.max()) + 1
-    # the heads that share a key/value head stand in the query's length dimension
-    q = query.view(tokens, groups, heads // groups, size)
-    seen = torch.arange(longest, device=query.device) <= position[:, None]
-    out = F.scaled_dot_product_attention(
-        q, keys[:tokens, :, :longest], values[:tokens, :, :longest], attn_mask=seen[:, None, None], scale=scale
-    )
-    return out.reshape(tokens, heads * size)
+class StreamRouter(TopKRouter):
+    """Megatron's router, and gates of sigmoid scores that are not divided by their sum."""
+
+    normalizes = True
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [T, 1, E] -> (gates, chosen), both [T, E]."""
+        probs, routing_map = super().routing(logits, padding_mask=padding_mask)
+        if not self.normalizes:
+            chosen = torch.sigmoid(logits.view_as(probs).float()) * routing_map
+            probs = (probs * (chosen.sum(-1, keepdim=True) + 1e-20)).to(probs.dtype)  # Megatron divided by the same
+        return probs, routing_map
 
 
 class StackedExperts(SequentialMLP):
@@ -107,7 +97,7 @@ class StackedExperts(SequentialMLP):
     time. So generation stacks once (`stack`) and training loops; on a GPU both use the grouped product.
     """
 
-    stacked: tuple[Tensor, Tensor] | None = None
+    stacked: tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None] | None = None
 
     def stack(self) -> None:
         """Copies the weights into stacks for the forwards that follow, until `unstack`. The weights must not change."""
@@ -116,19 +106,32 @@ class StackedExperts(SequentialMLP):
     def unstack(self) -> None:
         self.stacked = None
 
-    def _stack(self) -> tuple[Tensor, Tensor]:
+    def _stack(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         experts: Any = self.local_experts
-        fc1, fc2 = (torch.stack([getattr(e, name).weight for e in experts]) for name in ("linear_fc1", "linear_fc2"))
-        return fc1.transpose(1, 2), fc2.transpose(1, 2)
+
+        def both(what: str) -> list[Tensor]:
+            return [torch.stack([getattr(getattr(e, layer), what) for e in experts]) for layer in ("linear_fc1", "linear_fc2")]
+
+        fc1, fc2 = both("weight")
+        biases = both("bias") if self.config.add_bias_linear else None
+        return fc1.transpose(1, 2), fc2.transpose(1, 2), (biases[0], biases[1]) if biases else None
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor):
         if self.stacked is None and not permuted_local_hidden_states.is_cuda:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        fc1, fc2 = self.stacked or self._stack()
+        fc1, fc2, biases = self.stacked or self._stack()
         ends = tokens_per_expert.to(permuted_local_hidden_states.device).cumsum(0).int()
-        gate, up = F.grouped_mm(permuted_local_hidden_states, fc1, offs=ends).chunk(2, dim=-1)
-        middle = (F.silu(gate) * up * permuted_probs[:, None]).to(gate.dtype)
-        return F.grouped_mm(middle, fc2, offs=ends), None
+        both = F.grouped_mm(permuted_local_hidden_states, fc1, offs=ends)
+        if biases is not None:
+            expert = torch.repeat_interleave(torch.arange(len(ends), device=ends.device), ends.diff(prepend=ends.new_zeros(1)))
+            both = both + biases[0][expert]
+        gate, up = both.chunk(2, dim=-1)
+        if (bound := self.config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
+        scale = permuted_probs[:, None]
+        middle = (self.config.activation_func(gate) * (up + self.config.glu_linear_offset) * scale).to(gate.dtype)
+        out = F.grouped_mm(middle, fc2, offs=ends)
+        return (out if biases is None else (out + biases[1][expert] * scale).to(out.dtype)), None
 
 
 class TorchBackend(LocalSpecProvider):
@@ -147,31 +150,64 @@ class TorchBackend(LocalSpecProvider):
         return partial(StackedExperts, submodules=linear)
 
 
-def layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     """One transformer layer. Checkpoint names are those of Transformer Engine's layers, so that either loads the other."""
     backend: Any = TorchBackend()
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    names = {"input_layernorm.": "input_layernorm." if model.latent else "self_attention.linear_qkv.layer_norm_"}
     if not is_moe:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    attention: Any = SelfAttentionSubmodules(
-        linear_qkv=backend.column_parallel_linear(),
-        core_attention=backend.core_attention(),
-        linear_proj=backend.row_parallel_linear(),
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
-    )
+    if model.latent:
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+    mlp: Any = get_mlp_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts if is_moe else None)
+    if is_moe:
+        mlp.keywords["submodules"].router = router(model)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            self_attention=_latent_attention(backend) if model.latent else _attention(model, backend),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts if is_moe else None),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             sharded_state_dict_keys_map=names,
         ),
     )
+
+
+def router(model: ModelConfig) -> Any:
+    """The router of a MoE layer, for Megatron's MoESubmodules."""
+    return type("StreamRouter", (StreamRouter,), {"normalizes": model.router_normalize})
+
+
+def _attention(model: ModelConfig, backend: Any) -> ModuleSpec:
+    def norm(heads: int) -> Any:
+        if not model.qk_norm:
+            return IdentityOp
+        return RMSNorm if model.qk_norm_span == "head" else partial(SpanRMSNorm, heads=heads)
+
+    submodules: Any = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=norm(model.heads),
+        k_layernorm=norm(model.kv_heads),
+    )
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def _latent_attention(backend: Any) -> ModuleSpec:
+    column = backend.column_parallel_linear()
+    submodules: Any = MLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=column,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=column,
+        linear_kv_up_proj=column,
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+    )
+    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

@@ -43,7 +43,7 @@ class Transformer(ABC):
             for i, chunk in enumerate(self.bare)
         ]
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
-        self.taps = install_taps(self.bare)
+        self.taps = install_taps(self.bare, config.router_group_best)
         self.moe_layers = [layer for layer, _ in moe_modules(self.bare)]
 
     def _build(self) -> list[Any]:

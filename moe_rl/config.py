@@ -13,7 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from models.config import PRESETS, ModelConfig, OptimizerConfig
+from models.config import ModelConfig, OptimizerConfig
+from models.presets import PRESETS
 from moe_rl import config_errors, config_values, presets, yaml_text
 from moe_rl.algorithms.config import AlgorithmSection, CriticSection
 from moe_rl.algorithms.table import SEQUENCE_ESTIMATORS

@@ -16,6 +16,10 @@ class ParallelConfig(BaseModel):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = Field(default=1, description="model chunks a pipeline stage")
+    first_stage_layers: PositiveInt | None = Field(
+        default=None, description="layers of the first pipeline stage, where they do not divide evenly; none: an equal share"
+    )
+    last_stage_layers: PositiveInt | None = Field(default=None, description="layers of the last pipeline stage, likewise")
     expert: PositiveInt = 1
     expert_tensor: PositiveInt = 1
     context: PositiveInt = Field(default=1, description="needs Transformer Engine's attention")
@@ -29,7 +33,42 @@ class ParallelConfig(BaseModel):
                 f"parallel.virtual_pipeline={self.virtual_pipeline}: needs parallel.pipeline > 1; "
                 "raise parallel.pipeline or set parallel.virtual_pipeline=1"
             )
+        for key in ("first_stage_layers", "last_stage_layers"):
+            if getattr(self, key) and (self.pipeline == 1 or self.virtual_pipeline > 1):
+                raise ValueError(
+                    f"parallel.{key}={getattr(self, key)}: needs parallel.pipeline > 1 and parallel.virtual_pipeline=1"
+                )
         return self
+
+    def check_layers(self, layers: int) -> None:
+        """Raises UsageError unless `layers` can be split over the pipeline."""
+        uneven = {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
+        given = {key: value for key, value in uneven.items() if value is not None}
+        rest, stages = layers - sum(given.values()), self.pipeline * self.virtual_pipeline - len(given)
+        if not given and layers % stages:
+            key = "parallel.pipeline" + " x parallel.virtual_pipeline" * (self.virtual_pipeline > 1)
+            more = "" if self.virtual_pipeline > 1 else ", or set parallel.first_stage_layers and parallel.last_stage_layers"
+            raise UsageError(f"{key}={stages}: must divide model.layers={layers}; choose a divisor of {layers}{more}")
+        if given and (rest < 0 or (rest % stages if stages else rest) or (stages and not rest)):
+            named = ", ".join(f"parallel.{key}={value}" for key, value in given.items())
+            raise UsageError(
+                f"{named}: leaves {rest} of model.layers={layers} for {stages} other stages; must leave each as many, and one"
+            )
+
+    def stage_layers(self, layers: int) -> list[list[range]]:
+        """The 0-based layers of each [pipeline stage][virtual stage], as Megatron lays them out."""
+        first, last = self.first_stage_layers, self.last_stage_layers
+        even = self.pipeline * self.virtual_pipeline - (first is not None) - (last is not None)
+        share = (layers - (first or 0) - (last or 0)) // even if even else 0
+        counts = [share] * self.pipeline
+        counts[0], counts[-1] = first or share, last or share
+        chunks: list[list[range]] = [[] for _ in counts]
+        start = 0
+        for _ in range(self.virtual_pipeline):
+            for stage, count in enumerate(counts):
+                chunks[stage].append(range(start, start + count))
+                start += count
+        return chunks
 
     @property
     def model_parallel(self) -> int:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.config import PRESETS, ModelConfig, OptimizerConfig
+from models.config import ModelConfig, OptimizerConfig
 from models.initialise import global_shards
 from models.model import MoEModel, Scores
+from models.presets import PRESETS
 from models.routing import Replay
 from models.stream import Stream, pack_sequences
 from models.transformer import Transformer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models.config import PRESETS
+from models.presets import PRESETS
 from moe_rl import yaml_text
 from moe_rl.config import RunConfig, check, dump, load
 from parallel.errors import UsageError

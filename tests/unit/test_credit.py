@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.config import PRESETS
+from models.presets import PRESETS
 from moe_rl.algorithms.base import Denominators
 from moe_rl.config import RunConfig
 from moe_rl.credit import Credit

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.config import PRESETS
+from models.presets import PRESETS
 from moe_rl.config import RunConfig
 from moe_rl.rollouts.collect import Batch, reward_metrics
 from moe_rl.rollouts.dynamic import Sampled, sample_groups

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from models.config import PRESETS, ModelConfig
+from models.config import ModelConfig
+from models.presets import PRESETS
 from parallel.config import ParallelConfig
 from parallel.errors import UsageError
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from models.config import PRESETS
+from models.presets import PRESETS
 from moe_rl.config import RunConfig
 from moe_rl.notes import (
     correction_note,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.config import PRESETS
+from models.presets import PRESETS
 from moe_rl.config import RunConfig
 from moe_rl.shaping import length_factor, logprob_spread, overlong_penalty, shaped_rewards
 from moe_rl.shaping_config import ShapingSection
