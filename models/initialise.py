@@ -14,12 +14,15 @@ from parallel.groups import Groups
 _SCALED_DOWN = ("linear_proj.weight", "linear_fc2.weight")  # layers that write into the residual stream
 
 
-def global_shards(chunks: list[Any], groups: Groups) -> Iterator[Any]:
-    """Megatron's ShardedTensor for every parameter and buffer of `chunks`: `.key` names the global tensor (layer and expert
-    number in it), `.data` is this rank's part, in place, at `.global_offset` of `.global_shape`."""
+def global_shards(chunks: list[Any], groups: Groups, *, each_expert: bool = True) -> Iterator[Any]:
+    """Megatron's ShardedTensor for every parameter and buffer of `chunks`: `.key` names the global tensor, `.data` is this
+    rank's part, in place, at `.global_offset` of `.global_shape`.
+
+    each_expert: experts, and gate and up projection, are tensors by themselves; else they are parts of one, as in checkpoints.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    metadata = {"singleton_local_shards": True, "dp_cp_group": groups.collection.dp_cp}
+    metadata = {"singleton_local_shards": each_expert, "dp_cp_group": groups.collection.dp_cp}
     for chunk in chunks:
         for value in chunk.sharded_state_dict(metadata=metadata).values():
             if isinstance(value, ShardedTensorFactory):  # gate and up projection lie in one parameter

@@ -51,7 +51,8 @@ def frequencies(model: ModelConfig) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {"rope_theta": model.rope_base, **model.rope_scaling}
-    config = PreTrainedConfig(rope_parameters=parameters, head_dim=size, max_position_embeddings=model.max_positions)  # pyright: ignore[reportCallIssue]
+    config: Any = PreTrainedConfig(rope_parameters=parameters, max_position_embeddings=model.max_positions)
+    config.head_dim, config.hidden_size, config.num_attention_heads = size, model.hidden, model.heads
     return ROPE_INIT_FUNCTIONS[model.rope_scaling["rope_type"]](config, torch.device("cpu"))
 
 

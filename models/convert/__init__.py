@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints <-> Megatron's global tensors. Declared once a family (families.py), inverted mechanically."""
