@@ -118,10 +118,12 @@ def _hull(part: range) -> tuple[int, int]:
 
 
 def _depth(entry: Entry, cut: list[range]) -> int:
-    """The dimension whose hull is one run of bytes: the innermost that is cut, unless its runs would be tiny."""
+    """The dimension whose hull is one run of bytes: the innermost that is cut, unless that makes many tiny runs."""
     whole = [len(part) == size for part, size in zip(cut, entry.shape, strict=True)]
     depth = max((i for i in range(len(cut)) if not whole[i]), default=0)
-    while depth and _hull(cut[depth])[1] * math.prod(entry.shape[depth + 1 :]) * entry.dtype.itemsize < _RUN:
+    row = math.prod(entry.shape[depth + 1 :]) * entry.dtype.itemsize
+    while math.prod(map(len, cut[:depth])) > 1 and _hull(cut[depth])[1] * row < _RUN:
+        row *= entry.shape[depth]
         depth -= 1
     return depth
 
