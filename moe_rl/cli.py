@@ -29,8 +29,13 @@ examples:
 
 _EVAL_EXAMPLES = """\
 examples:
-  moe-rl eval configs/quickstart.yaml checkpoint.load=runs/quickstart
-  moe-rl eval configs/quickstart.yaml checkpoint.load=runs/quickstart eval.samples=8 eval.temperature=1"""
+  moe-rl eval configs/quickstart.yaml                                (the newest checkpoint of runs/quickstart)
+  moe-rl eval configs/quickstart.yaml checkpoint.load=runs/warm/checkpoints/step_000300
+  moe-rl eval configs/quickstart.yaml eval.samples=16 eval.temperature=1 eval.k=[1,4,16] eval.problems=null
+  moe-rl eval configs/quickstart.yaml task.name=jsonl task.options={} task.eval_path=test.jsonl
+  moe-rl eval configs/quickstart.yaml run.processes=4                (4 processes share the problems)
+
+Figures with standard errors go to RUN/eval/NAME.json, every response to RUN/eval/NAME.jsonl; nothing else of RUN is touched."""
 
 _DRIFT_EXAMPLES = """\
 examples:
@@ -78,7 +83,7 @@ def _parser() -> _Parser:
     for name, does, examples in (
         ("train", "reinforcement learning", _TRAIN_EXAMPLES),
         ("sft", "supervised training (a warm start)", _SFT_EXAMPLES),
-        ("eval", "pass@1 or pass@k of a checkpoint on held-out problems", _EVAL_EXAMPLES),
+        ("eval", "pass@1, pass@k, rewards and lengths of a checkpoint on held-out problems", _EVAL_EXAMPLES),
     ):
         command = _add_command(commands, name, does, examples, _run)
         command.add_argument("config", metavar="CONFIG", help="YAML file")
@@ -154,7 +159,7 @@ def _run(arguments: argparse.Namespace) -> int:
             settings = config.load(arguments.config, arguments.overrides)
             processes = world.size if world else settings.run.processes or settings.parallel.fewest_processes
             config.check(settings, processes)
-            _preflight(settings)
+            _preflight(settings, arguments.command)
     except UsageError:
         if world and world.local_rank:  # every rank of a node finds the same: one says it
             return 2
@@ -167,9 +172,9 @@ def _run(arguments: argparse.Namespace) -> int:
     return launch(command, processes, settings.run.threads)
 
 
-def _preflight(settings: "RunConfig") -> None:
+def _preflight(settings: "RunConfig", command: str) -> None:
     """Raises UsageError for what the run would otherwise stumble over once it has started."""
-    from moe_rl import checkpoint_paths, tracking
+    from moe_rl import checkpoint_paths, tracking, weights
     from moe_rl.tasks import build_task, build_tokenizer, check_prompts, check_vocab
 
     tracking.check(settings.tracking, settings.directory)
@@ -178,10 +183,14 @@ def _preflight(settings: "RunConfig") -> None:
     begun = checkpoint_paths.newest(settings.directory / "checkpoints") is not None  # then it has its critic
     if settings.critic.load is not None and settings.algorithm.trains_critic and not begun:
         checkpoint_paths.find_critic(settings.critic.load, "critic.load")
-    task = build_task(settings.task)
+    if command == "eval":
+        weights.evaluated(settings)
+    trains = command != "eval"
+    task = build_task(settings.task, trains=trains)
     tokenizer = build_tokenizer(settings.model.tokenizer)
     check_vocab(tokenizer, settings.model.vocab_size)
-    check_prompts(task, tokenizer, settings.model.max_positions, settings.rollout.max_response_tokens)
+    limits = (settings.model.max_positions, settings.rollout.max_response_tokens)
+    check_prompts(task, tokenizer, *limits, trains=trains)
 
 
 def _entry(command: str) -> "Callable[[RunConfig], None]":

@@ -19,6 +19,7 @@ from moe_rl import config_errors, config_values, presets, yaml_text
 from moe_rl.algorithms.config import AlgorithmSection, CriticSection
 from moe_rl.algorithms.table import SEQUENCE_ESTIMATORS
 from moe_rl.drift.watch_config import RuleSection, WatchSection
+from moe_rl.eval_config import EvalSection
 from moe_rl.rollouts.config import RolloutSection
 from moe_rl.section import Section
 from moe_rl.shaping_config import ShapingSection
@@ -101,13 +102,6 @@ class SftSection(Section):
         default=None, gt=0, le=1, description="end early once this share of training problems is answered (greedy)"
     )
     check_every: PositiveInt = Field(default=10, description="steps between looks at stop_at")
-
-
-class EvalSection(Section):
-    every: NonNegativeInt = Field(default=0, description="RL steps between held-out evaluations; 0: only before and after")
-    problems: PositiveInt = Field(default=256, description="held-out problems")
-    samples: PositiveInt = Field(default=1, description="responses a problem")
-    temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
 
 
 class CheckpointSection(Section):

@@ -20,6 +20,7 @@ SHOWN = (
     ("optimizer/grad_norm", "grad", ".2f"),
     ("time/step_seconds", "s", ".2f"),
 )
+_NAMES = {"train": "step", "eval": "eval problem"}
 _SFT_EVERY = 20  # supervised steps are quick: a plain line for every one would bury the rest
 
 
@@ -44,7 +45,7 @@ class Display:
         """Shows step `step` of `steps` (none: not known)."""
         text = describe(values)
         if phase != "sft" or step % _SFT_EVERY == 0 or step == steps:
-            name = "step" if phase == "train" else f"{phase} step"
+            name = _NAMES.get(phase, f"{phase} step")
             line = f"{name} {step}{f'/{steps}' if steps else ''} {text}".rstrip()
             self._write_log(line)
             if not self._console.is_terminal:

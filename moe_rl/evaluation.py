@@ -1,21 +1,18 @@
-"""pass@1 and pass@k on held-out problems."""
+"""pass@1, pass@k, rewards and lengths on held-out problems."""
 
-import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from moe_rl import checkpoint, checkpoint_paths
+from moe_rl import evaluation_files as files
+from moe_rl import notes, weights
 from moe_rl.config import RunConfig
-from moe_rl.rollouts.collect import collect
+from moe_rl.estimates import Outcome, Stopped, Tally
+from moe_rl.rollouts.collect import Batch, collect
 from moe_rl.session import Session, opened
 from moe_rl.stopwatch import Stopwatch
-from moe_rl.types import Problem
-from parallel.errors import UsageError
+from moe_rl.types import Problem, Response
 
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k responses is correct (Chen et al., arXiv 2107.03374, eq. 1)."""
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+# What is done with the responses to some problems, once they are there: it also sees what was added up so far
+_EachPart = Callable[[Batch, Sequence[Outcome], Tally], None]
 
 
 def evaluate_policy(session: Session, problems: Sequence[Problem] | None = None) -> dict[str, float]:
@@ -23,40 +20,61 @@ def evaluate_policy(session: Session, problems: Sequence[Problem] | None = None)
 
     problems: those held out, where none are given; the first eval.problems of them.
     """
-    section, watch = session.config.eval, Stopwatch()
-    problems = (session.task.heldout if problems is None else problems)[: section.problems]
-    batch = collect(session, problems, section.samples, session.sampling(section.temperature), "eval", 0, watch)
-    correct = [
-        sum(score.correct for score in batch.scores[i : i + section.samples])
-        for i in range(0, len(batch.scores), section.samples)
-    ]
-    share = [c / section.samples for c in correct]
-    mean = sum(share) / len(share)
-    variance = sum((s - mean) ** 2 for s in share) / max(1, len(share) - 1)
-    metrics = {
-        "eval/pass_at_1": mean,
-        "eval/pass_at_1_stderr": math.sqrt(variance / len(share)),
-        "eval/reward_mean": sum(r.reward for r in batch.rollouts) / len(batch.rollouts),
-        "eval/response_length_mean": batch.tokens / len(batch.rollouts),
-        "eval/problems": float(len(problems)),
-        "time/eval_seconds": sum(watch.seconds.values()),
-    }
-    if section.samples > 1:
-        k = section.samples
-        metrics[f"eval/pass_at_{k}"] = sum(pass_at_k(k, c, k) for c in correct) / len(correct)
-    return metrics
+    watch = Stopwatch()
+    problems = (session.task.heldout if problems is None else problems)[: session.config.eval.problems]
+    return _answer(session, problems, watch).metrics() | {"time/eval_seconds": sum(watch.seconds.values())}
+
+
+def _answer(session: Session, problems: Sequence[Problem], watch: Stopwatch, each: _EachPart | None = None) -> Tally:
+    """Has every problem answered and scored, some problems at a time: of many responses not all are held at once.
+
+    Which ones go together changes no response: the seed of each is that of its problem's place and its own number.
+    """
+    section, sampling = session.config.eval, session.sampling(session.config.eval.temperature)
+    together = max(1, session.config.rollout.max_batch * session.groups.data.size // section.samples)
+    tally = Tally(section.samples, section.ks)
+    for first in range(0, len(problems), together):
+        part = problems[first : first + together]
+        start = first * section.samples
+        batch = collect(session, part, section.samples, sampling, "eval", 0, watch, first=start)
+        outcomes = [
+            Outcome(score.value, score.correct, len(r.response.token_ids), _stopped(r.response, session), score.failed)
+            for r, score in zip(batch.rollouts, batch.scores, strict=True)
+        ]
+        for i in range(0, len(outcomes), section.samples):
+            tally.add(outcomes[i : i + section.samples])
+        if each is not None:
+            each(batch, outcomes, tally)
+    return tally
+
+
+def _stopped(response: Response, session: Session) -> Stopped:
+    if response.finish_reason == "length":
+        return "length"
+    return "eos" if response.token_ids[-1] == session.tokenizer.eos_id else "stop"
 
 
 def evaluate(config: RunConfig) -> None:
-    """The command `moe-rl eval`."""
-    path = config.checkpoint.load or config.directory
-    if config.checkpoint.load is None and not Path(path).is_dir():
-        raise UsageError(f"checkpoint.load: not given, and {path} holds no run; name a checkpoint or a run")
-    found = checkpoint_paths.find(path)
-    with opened(config, {"eval": 1}, only_reads=True) as session:
-        checkpoint.load_weights(found, session.model)
-        metrics = evaluate_policy(session)
-        session.log(0, metrics, "eval")
-        session.say(f"{found}: held-out pass@1 {metrics['eval/pass_at_1']:.3f} +- {metrics['eval/pass_at_1_stderr']:.3f}")
-        if config.eval.samples > 1:
-            session.say(f"pass@{config.eval.samples} {metrics[f'eval/pass_at_{config.eval.samples}']:.3f}")
+    """The command `moe-rl eval`. All that it writes is in RUN/eval, so that a run that is evaluated stays as it is."""
+    source = weights.evaluated(config)
+    with opened(config, {}, evaluates=True) as session:
+        weights.load(source, session.model)
+        problems = session.task.heldout[: config.eval.problems]
+        watch, tracker = Stopwatch(), session.tracker
+        if tracker is None:
+            _answer(session, problems, watch)
+            return
+        if note := notes.repeated_samples_note(config.eval):
+            tracker.print(f"note: {note}")
+        with files.EvaluationFiles(tracker.directory, files.name_of(source, config)) as output:
+
+            def each(batch: Batch, outcomes: Sequence[Outcome], tally: Tally) -> None:
+                output.add(batch.rollouts, outcomes, config.eval.samples)
+                speed = {"time/rollout_tokens_per_second": tally.tokens / watch.seconds["rollout"]}
+                tracker.progress("eval", tally.problems, len(problems), tally.metrics() | speed)
+
+            estimates = _answer(session, problems, watch, each).estimates()
+            evaluated = files.Evaluated(source, len(problems), len(session.task.heldout))
+            output.finish(files.figures(config, evaluated, estimates, sum(watch.seconds.values())))
+        tracker.print(files.table(config, evaluated, estimates))
+        tracker.print(f"figures: {output.figures}\nresponses: {output.responses}")

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from moe_rl.algorithms.config import AlgorithmSection
 from moe_rl.algorithms.table import SEQUENCE_ESTIMATORS
 from moe_rl.config import RunConfig
+from moe_rl.eval_config import EvalSection
 from moe_rl.presets import PRESETS
 from moe_rl.replay import replay_note
 
@@ -28,6 +29,7 @@ def notes(config: RunConfig) -> list[str]:
         kl_note(config),
         warmup_note(config),
         correction_note(config),
+        repeated_samples_note(config.eval),
         idle_note(config),
     ]
     return [note for note in found if note is not None]
@@ -128,6 +130,15 @@ def warmup_note(config: RunConfig) -> str | None:
     return (
         f"critic.warmup_steps={config.critic.warmup_steps}: covers all of run.steps={config.run.steps}: the critic alone is "
         "trained, and the policy stays as it is"
+    )
+
+
+def repeated_samples_note(section: EvalSection) -> str | None:
+    if section.samples == 1 or section.temperature:
+        return None
+    return (
+        f"eval.samples={section.samples} with eval.temperature=0: greedy, the responses to a problem are all the same, and "
+        "every pass@k is pass@1; set eval.temperature above 0"
     )
 
 

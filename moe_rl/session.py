@@ -14,7 +14,7 @@ from moe_rl.config import RunConfig
 from moe_rl.rollouts.embedded import EmbeddedEngine
 from moe_rl.rollouts.engine import Engine
 from moe_rl.tasks import Task, Tokenizer, build_task, build_tokenizer
-from moe_rl.tracking import Phase, Tracker
+from moe_rl.tracking import EVALUATIONS, Phase, Tracker
 from moe_rl.types import Sampling
 from parallel import runtime
 from parallel.groups import Groups, process_groups
@@ -59,24 +59,26 @@ class Session:
 
 @contextlib.contextmanager
 def opened(
-    config: RunConfig, steps: Mapping[Phase, int], *, resumable: bool = False, only_reads: bool = False
+    config: RunConfig, steps: Mapping[Phase, int], *, resumable: bool = False, evaluates: bool = False
 ) -> Iterator[Session]:
     """Starts this rank's part and ends it. steps: how many each phase will have, for the display.
 
-    resumable: goes on in the run's own directory. only_reads: leaves what is in it as it is.
+    resumable: goes on in the run's own directory. evaluates: trains nothing, so that the task may lack training problems,
+    and writes below RUN/eval alone.
     """
     run = config.run
     with runtime.started(run.seed, run.threads, config.parallel.timeout_seconds) as here:
         config.parallel.check_backend(here.backend, build.transformer_engine_is_present())
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(process_groups(config.parallel))
-            task, tokenizer = build_task(config.task), build_tokenizer(config.model.tokenizer)
+            task, tokenizer = build_task(config.task, trains=not evaluates), build_tokenizer(config.model.tokenizer)
             model = MoEModel(config.model, groups, here.device, run.seed)
             tracker = None
             if here.is_main:
-                moved = None if only_reads else rundir.make_room(config, resumable)
-                resolved = None if only_reads else configuration.dump(config)
-                tracker = stack.enter_context(Tracker(config.tracking, config.directory, resolved, steps))
+                moved = None if evaluates else rundir.make_room(config, resumable)
+                resolved = None if evaluates else configuration.dump(config)
+                directory = config.directory / EVALUATIONS if evaluates else config.directory
+                tracker = stack.enter_context(Tracker(config.tracking, directory, resolved, steps))
                 if moved:
                     tracker.print(moved)
             dist.barrier()  # nobody looks for checkpoints before

@@ -5,7 +5,7 @@ from torch import Tensor
 from models.config import OptimizerConfig
 from models.model import Loss, Scores
 from models.optimizer import Optimizer
-from moe_rl import checkpoint, checkpoint_paths
+from moe_rl import checkpoint, weights
 from moe_rl.checkpoint import Progress
 from moe_rl.collectives import reduce_metrics
 from moe_rl.config import RunConfig
@@ -72,8 +72,8 @@ def _loss(targets: int) -> Loss:
 def sft(config: RunConfig) -> None:
     """The command `moe-rl sft`: from fresh weights or checkpoint.load to a checkpoint."""
     with opened(config, {"sft": config.sft.steps}) as session:
-        if config.checkpoint.load is not None:
-            checkpoint.load_weights(checkpoint_paths.find(config.checkpoint.load), session.model)
+        if (source := weights.initial(config)) is not None:
+            weights.load(source, session.model)
         optimizer = supervise(session)
         progress = Progress(step=config.sft.steps, position=0, policy_version=0, kl_coefficient=0.0)
         path = checkpoint.save(config.directory / "checkpoints", progress, session.model, optimizer, config.checkpoint.keep)

@@ -72,7 +72,8 @@ def _change_keys(lines: Sequence[Line]) -> list[re.Match[str]]:
 
 
 def _progress(lines: Sequence[Line], last: int) -> Table:
-    rewards, passed = _values(lines, "reward/mean"), _values(lines, "eval/pass_at_1")
+    rewards = _values(lines, "reward/mean")
+    passed = [_with_error(line) for line in lines if line.get("eval/pass_at_1") is not None]
     speed = _mean(_values(lines, "time/rollout_tokens_per_second")[-last:])
     span = min(last, max(1, len(rewards) // 2))
     table = Table(box=SIMPLE_HEAD)
@@ -80,8 +81,8 @@ def _progress(lines: Sequence[Line], last: int) -> Table:
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     steps = f"step{'s' if span > 1 else ''}"
     table.add_row(f"reward, first and last {span} {steps}", _cell(_mean(rewards[:span])), _cell(_mean(rewards[-span:])))
-    before, after = (passed[0], passed[-1]) if len(passed) > 1 else ([*passed, None][0], None)
-    table.add_row("held-out pass@1", _cell(before), _cell(after))
+    before, after = (passed[0], passed[-1]) if len(passed) > 1 else ([*passed, "-"][0], "-")
+    table.add_row("held-out pass@1", before, after)
     table.add_row("generated tokens a second", "", _cell(speed, ",.0f"))
     return table
 
@@ -114,6 +115,12 @@ def _values(lines: Sequence[Line], key: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _with_error(line: Line) -> str:
+    """pass@1 with its standard error, where the line has one."""
+    stderr = line.get("eval/pass_at_1_stderr")
+    return _cell(line["eval/pass_at_1"]) + (f" +- {stderr:.3f}" if stderr is not None else "")
 
 
 def _cell(value: float | None, form: str = ".3f") -> str:

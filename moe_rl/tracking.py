@@ -15,10 +15,11 @@ from moe_rl.config import TrackingSection
 from moe_rl.display import Display
 from parallel.errors import UsageError
 
-Phase = Literal["train", "sft", "eval"]
+Phase = Literal["train", "sft"]
 
-FILES: dict[Phase, str] = {"train": "metrics.jsonl", "sft": "sft.jsonl", "eval": "eval.jsonl"}
+FILES: dict[Phase, str] = {"train": "metrics.jsonl", "sft": "sft.jsonl"}
 SUMMARY = "summary.json"
+EVALUATIONS = "eval"  # the folder of a run where `moe-rl eval` writes
 
 
 def check(section: TrackingSection, directory: Path) -> None:
@@ -32,9 +33,9 @@ def check(section: TrackingSection, directory: Path) -> None:
 
 
 class Tracker:
-    """Writes `directory`: config.yaml, one object a step in metrics.jsonl (sft.jsonl, eval.jsonl), log.txt.
+    """Writes `directory`: config.yaml, one object a step in metrics.jsonl (sft.jsonl), log.txt.
 
-    resolved: the text of config.yaml; none leaves that file as it is (an evaluation of a run).
+    resolved: the text of config.yaml; none: no such file is written.
     steps: how many a phase has, for the display.
     A file left by an earlier run is moved to *.previous.jsonl at the first `log`, unless `resume` came before it.
     """
@@ -84,6 +85,10 @@ class Tracker:
         for sink in self._sinks:
             sink.log(step, values, phase)
         self._display.step(phase, step, self._steps.get(phase), values)
+
+    def progress(self, phase: str, done: int, total: int, values: Mapping[str, float]) -> None:
+        """Shows how far a phase without steps is, and what it has found so far; keeps nothing of it but the line in log.txt."""
+        self._display.step(phase, done, total, values)
 
     def print(self, text: str) -> None:
         """A line (or several) on the terminal, above what is live, and in log.txt."""

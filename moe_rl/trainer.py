@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from models.optimizer import Optimizer
-from moe_rl import checkpoint, checkpoint_paths, rundir, summary
+from moe_rl import checkpoint, checkpoint_paths, rundir, summary, weights
 from moe_rl.algorithms.kl import next_coefficient
 from moe_rl.algorithms.loss import KLTerm
 from moe_rl.checkpoint import Progress
@@ -94,10 +94,9 @@ class Trainer:
             return
         if session.tracker is not None:
             rundir.sort_out_traces(config.directory, after=None)
-        if config.checkpoint.load is not None:
-            path = checkpoint_paths.find(config.checkpoint.load)
-            checkpoint.load_weights(path, session.model)
-            session.say(f"weights from {path}")
+        if (source := weights.initial(config)) is not None:
+            weights.load(source, session.model)
+            session.say(f"weights from {source}")
         elif config.sft.steps:
             session.say(f"warm start: {config.sft.steps} supervised steps")
             supervise(session)

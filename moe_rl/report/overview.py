@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 
 from moe_rl.drift.history import History
 from moe_rl.drift.runs import Run
+from moe_rl.evaluation_files import read_pass_at_1
 from moe_rl.report.routing import RATE
 
 _LAST = 10
+_MOST_EVALUATIONS = 4
 
 # heading, dotted keys of config.yaml whose values are shown, joined
 SETTINGS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -38,7 +40,8 @@ def settings(runs: Sequence[Run]) -> list[Row]:
 def results(runs: Sequence[Run]) -> list[Row]:
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("reward, first and last steps", lambda run: _first_and_last(run.history, "reward/mean")),
-        ("held-out pass@1, before and after", _pass_at_1),
+        ("held-out pass@1, before and after, with standard errors", _pass_at_1),
+        ("pass@1 by moe-rl eval", _evaluations),
         ("clip fraction", lambda run: _recent(run.history, "ratio/clip_fraction")),
         ("mean |log r|", lambda run: _recent(run.history, "ratio/log_abs_mean", ".2e")),
         ("expert change rate, mean over layers (under replay: local)", _change),
@@ -68,8 +71,20 @@ def _first_and_last(history: History, key: str) -> str:
 
 
 def _pass_at_1(run: Run) -> str:
-    values = [value for value in run.history.series("eval/pass_at_1") if value is not None]
-    return f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}" if values else "-"
+    keys = ("eval/pass_at_1", "eval/pass_at_1_stderr")
+    found = [
+        _with_error(value, stderr) for value, stderr in zip(*map(run.history.series, keys), strict=True) if value is not None
+    ]
+    return f"{found[0]} → {found[-1]}" if len(found) > 1 else found[0] if found else "-"
+
+
+def _evaluations(run: Run) -> str:
+    found = [f"{name}: {_with_error(one.value, one.stderr)}" for name, one in read_pass_at_1(run.path).items()]
+    return "; ".join(found[-_MOST_EVALUATIONS:]) or "-"
+
+
+def _with_error(value: float, stderr: float | None) -> str:
+    return f"{value:.3f}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
 
 
 def _recent(history: History, key: str, form: str = ".4f") -> str:

@@ -37,13 +37,15 @@ TASKS: dict[str, Callable[[TaskSection], Any]] = {
 }
 
 
-def build_task(section: TaskSection) -> Task:
-    """The task that section.name names, checked by check_task.
+def build_task(section: TaskSection, *, trains: bool = True) -> Task:
+    """The task that section.name names, checked by check_task. trains: it must have training problems.
 
     Raises UsageError naming the key for an unknown name, a bad option or file, a package that is missing, or a task of the
     user's that is none.
     """
     _check_file_keys(section)
+    if trains and section.name == "jsonl" and section.train_path is None:
+        raise UsageError("task.train_path: missing; task.name=jsonl reads its problems from it")
     if section.name in TASKS:
         build = TASKS[section.name]
     elif section.name.startswith(reasoning_gym.PREFIX):
@@ -53,7 +55,7 @@ def build_task(section: TaskSection) -> Task:
     else:
         names = [*TASKS, f"{reasoning_gym.PREFIX}NAME", "MODULE:FUNCTION"]
         raise UsageError(f"task.name={section.name}: unknown; choose {', '.join(names)}{near(section.name, names)}")
-    return check_task(build(section), section.name)
+    return check_task(build(section), section.name, trains=trains)
 
 
 def _check_file_keys(section: TaskSection) -> None:

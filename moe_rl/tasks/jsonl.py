@@ -18,7 +18,7 @@ _HELDOUT_SHARE = 10  # one prompt in so many, at most task.eval_size
 
 
 def build(section: TaskSection) -> Task:
-    """train_path's problems, and eval_path's or a share of the former held out.
+    """train_path's problems, and eval_path's or a share of the former held out. Without train_path there are none to train on.
 
     A line is an object with `prompt` (or `question`) and `answer`, a text or a number; other fields are ignored. Blank lines
     are skipped and counted. Without eval_path a tenth of the prompts, at most eval_size and at least one, is held out: which
@@ -26,10 +26,10 @@ def build(section: TaskSection) -> Task:
     Raises UsageError with file and line where a file is not like this, or a prompt of eval_path is also in train_path.
     """
     check_names(section.options, ())
-    if section.train_path is None:
-        raise UsageError("task.train_path: missing; task.name=jsonl reads its problems from it")
+    if section.train_path is None and section.eval_path is None:
+        raise UsageError("task.eval_path: missing; task.name=jsonl reads its problems from it, or a share of task.train_path")
     scorer = build_scorer(section.scorer)
-    train = _read(section.train_path, "task.train_path", scorer)
+    train = [] if section.train_path is None else _read(section.train_path, "task.train_path", scorer)
     if section.eval_path is None:
         train, heldout = _hold_out(train, section)
     else:

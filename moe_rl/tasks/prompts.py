@@ -5,8 +5,10 @@ from moe_rl.tasks.tokenizer import Tokenizer
 from parallel.errors import UsageError
 
 
-def check_prompts(task: Task, tokenizer: Tokenizer, max_positions: int, max_response_tokens: int) -> int:
-    """Tokens of the longest prompt of both splits.
+def check_prompts(
+    task: Task, tokenizer: Tokenizer, max_positions: int, max_response_tokens: int, *, trains: bool = True
+) -> int:
+    """Tokens of the longest prompt of both splits. trains: that for training must have one.
 
     Raises UsageError where a split has no prompt, a prompt has no token, or the longest one leaves less than
     `max_response_tokens` of the model's `max_positions`.
@@ -14,7 +16,7 @@ def check_prompts(task: Task, tokenizer: Tokenizer, max_positions: int, max_resp
     longest, longest_id, too_long = 0, "", 0
     prefix = len(tokenizer.encode_prompt(""))  # special tokens
     for split, problems in (("train", task.train), ("heldout", task.heldout)):
-        if not problems:
+        if not problems and (trains or split == "heldout"):
             raise UsageError(f"task.name: the task has no {split} prompts; it needs at least one")
         for problem in problems:
             tokens = len(tokenizer.encode_prompt(problem.prompt))

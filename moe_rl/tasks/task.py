@@ -58,11 +58,11 @@ class ProblemSet:
         return self.score_function(response_text, problem)
 
 
-def check_task(task: object, name: str) -> Task:
+def check_task(task: object, name: str, *, trains: bool = True) -> Task:
     """`task` itself, typed. Raises UsageError naming task.name=`name` unless it has everything a Task has, each split has
-    problems, and no prompt is in both splits (white space around a prompt does not count)."""
+    problems (`train` only where it `trains`), and no prompt is in both splits (white space around a prompt does not count)."""
     where = f"task.name={name}"
-    train, heldout = (_problems(task, split, where) for split in ("train", "heldout"))
+    train, heldout = (_problems(task, split, where, needed=needed) for split, needed in (("train", trains), ("heldout", True)))
     if not callable(getattr(task, "score", None)):
         raise UsageError(f"{where}: the task ({type(task).__name__}) must have a method score(response_text, problem)")
     seen = {prompt_key(problem.prompt): problem for problem in train}
@@ -88,13 +88,13 @@ def fingerprint(task: Task) -> str:
     return digest.hexdigest()
 
 
-def _problems(task: object, split: str, where: str) -> Sequence[Problem]:
+def _problems(task: object, split: str, where: str, *, needed: bool) -> Sequence[Problem]:
     problems = getattr(task, split, None)
     if not isinstance(problems, Sequence) or isinstance(problems, str):
         raise UsageError(
             f"{where}: the task ({type(task).__name__}) must have {split}, a sequence of Problem, not {type(problems).__name__}"
         )
-    if not problems:
+    if needed and not problems:
         raise UsageError(f"{where}: {split} has no problems; it needs at least one")
     for number, problem in enumerate(problems):
         for name in ("id", "prompt", "answer"):

@@ -38,16 +38,17 @@ def _enter(rank: int, function: Callable[..., Any], world_size: int, folder: str
         torch.save(function(runtime, *args), Path(folder) / f"{rank}.pt")
 
 
-def train_on_ranks(world_size: int, configs: "list[RunConfig]") -> None:
-    """`moe_rl.trainer.train` of one configuration after the other, some in the same processes: the threads and groups that
-    finished runs leave behind slow those that follow."""
+def train_on_ranks(world_size: int, configs: "list[RunConfig]", command: str = "train") -> None:
+    """What the command line's `command` (train, sft, eval) starts, for one configuration after the other, some in the same
+    processes: the threads and groups that finished runs leave behind slow those that follow."""
     for some in itertools.batched(configs, _RUNS_A_PROCESS):
         with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(_train, (world_size, folder, some), nprocs=world_size, start_method="forkserver")  # pyright: ignore[reportPrivateImportUsage]
+            args = (world_size, folder, command, some)
+            mp.start_processes(_run, args, nprocs=world_size, start_method="forkserver")  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _train(rank: int, world_size: int, folder: str, configs: "Sequence[RunConfig]") -> None:
-    from moe_rl.trainer import train
+def _run(rank: int, world_size: int, folder: str, command: str, configs: "Sequence[RunConfig]") -> None:
+    from moe_rl.cli import _entry
     from parallel import runtime
 
     _place(rank, world_size)
@@ -55,7 +56,7 @@ def _train(rank: int, world_size: int, folder: str, configs: "Sequence[RunConfig
     with _Shown():
         for i, config in enumerate(configs):
             runtime.started = partial(started, rendezvous=Path(folder) / f"meet{i}")
-            train(config)
+            _entry(command)(config)
 
 
 class _Shown:

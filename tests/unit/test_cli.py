@@ -97,6 +97,10 @@ def test_version() -> None:
         (["train", "one.yaml", "model.tokenizer=nowhere"], "model.tokenizer=nowhere: there is no such directory"),
         (["train", "one.yaml", "model.vocab_size=10"], "model.vocab_size=10: must be at least 259"),
         (["eval", "one.yaml", "checkpoint.load=nowhere"], "checkpoint.load=nowhere: no such directory"),
+        (["eval", "one.yaml", "checkpoint.load=."], "checkpoint.load=.: holds no complete checkpoint; name a run"),
+        (["eval", "one.yaml"], "checkpoint.load: not given, and runs/one holds no checkpoint; name a checkpoint or a run"),
+        (["eval", "one.yaml", "eval.samples=4", "eval.k=[8]"], "eval.k=[8]: must be at most eval.samples=4"),
+        (["eval", "one.yaml", "eval.problems=0"], "eval.problems=0: must be greater than 0"),
         (
             ["train", "one.yaml", "algorithm.name=ppo", "critic.load=nowhere"],
             "critic.load=nowhere: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it",
@@ -144,6 +148,7 @@ class Started:
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
 def test_one_process_runs_here(folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     started = Started(monkeypatch)
+    (folder / "runs/one/checkpoints/step_000001").mkdir(parents=True)  # for eval to look at
     assert cli.main([command, "one.yaml", "run.steps=3"]) == 0
     assert [(name, config.run.steps) for name, config in started.ran] == [(command, 3)]
     assert not started.launched
@@ -177,6 +182,23 @@ def test_the_launchers_world_must_fit_the_layout(
     assert cli.main(["train", "one.yaml", "parallel.expert=2"]) == 2
     assert "run.processes=3: must be a multiple of 2" in capsys.readouterr().err
     assert not started.ran
+
+
+def test_only_eval_does_without_problems_to_train_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = Started(monkeypatch)
+    (folder / "runs/one/checkpoints/step_000001").mkdir(parents=True)
+    (folder / "test.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    settings = ["one.yaml", "task.name=jsonl", "task.eval_path=test.jsonl"]
+    assert cli.main(["eval", *settings]) == 0
+    assert [command for command, _ in started.ran] == ["eval"]
+    for command in ("train", "sft"):
+        assert cli.main([command, *settings]) == 2
+        assert "task.train_path: missing; task.name=jsonl reads its problems from it" in capsys.readouterr().err
+    (folder / "test.jsonl").write_text("")
+    assert cli.main(["eval", *settings]) == 2
+    assert "task.eval_path=test.jsonl: the file has no problems" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_130(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,12 @@ def test_two_files_are_taken_whole_and_in_order(tmp_path: Path) -> None:
     assert [score_response(task, text, task.train[0]).value for text in (" 1\n", "1.0", "")] == [1.0, 0.0, 0.0]
 
 
+def test_an_evaluation_needs_no_file_to_train_on(tmp_path: Path) -> None:
+    heldout = write(tmp_path / "e.jsonl", *numbered(3))
+    task = build_task(section(name="jsonl", eval_path=heldout), trains=False)
+    assert ([p.prompt for p in task.heldout], list(task.train)) == (["q0", "q1", "q2"], [])
+
+
 def test_a_tenth_of_the_prompts_is_held_out_whatever_the_order_of_lines(tmp_path: Path) -> None:
     forward = build(write(tmp_path / "a.jsonl", *numbered(40)))
     backward = build(write(tmp_path / "b.jsonl", *reversed(numbered(40))))
@@ -109,6 +115,8 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: bytes, tex
 def test_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="task.train_path: missing; task.name=jsonl reads its problems from it"):
         build_task(section(name="jsonl"))
+    with pytest.raises(UsageError, match="task.eval_path: missing; task.name=jsonl reads its problems from it, or a share of"):
+        build_task(section(name="jsonl"), trains=False)
     with pytest.raises(UsageError, match=r"task.train_path=.*no\.jsonl: cannot be read: No such file"):
         build(tmp_path / "no.jsonl")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):

@@ -68,14 +68,13 @@ def test_a_run_that_is_not_resumed_begins_anew(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "run" / "metrics.previous.jsonl") == [{"step": 1, "a": 1.0}]
 
 
-def test_an_evaluation_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    with tracker(tmp_path) as track:
-        track.log(1, {"a": 1.0})
-    with Tracker(TrackingSection(), tmp_path / "run", None, console=plain_console()) as track:
-        track.log(0, {"eval/pass_at_1": 1.0}, phase="eval")
-    assert (tmp_path / "run" / "config.yaml").read_text() == "run: {name: run}\n"
-    assert len(read_steps(tmp_path / "run" / "metrics.jsonl")) == 1
-    assert len(read_steps(tmp_path / "run" / "eval.jsonl")) == 1
+def test_progress_without_steps_is_shown_and_leaves_a_line_in_the_log_alone(tmp_path: Path) -> None:
+    console = plain_console()
+    with Tracker(TrackingSection(), tmp_path / "eval", None, console=console) as track:
+        track.progress("eval", 8, 20, {"eval/pass_at_1": 0.25, "eval/problems": 8.0})
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "eval problem 8/20 pass@1 0.250\n"
+    assert [path.name for path in (tmp_path / "eval").iterdir()] == ["log.txt"]
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Which weights a command starts from, and how they get into the model: the one place that knows."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_rl import checkpoint_paths
+from moe_rl.config import RunConfig
+from parallel.errors import UsageError
+
+if TYPE_CHECKING:
+    from models.model import MoEModel
+
+
+def initial(config: RunConfig) -> Path | None:
+    """Where the settings say that weights come from; None: fresh ones. Raises UsageError where nothing complete is there."""
+    return None if config.checkpoint.load is None else checkpoint_paths.find(config.checkpoint.load)
+
+
+def evaluated(config: RunConfig) -> Path:
+    """Those that `moe-rl eval` looks at: the initial ones that the settings name, else the newest of the run itself.
+
+    Raises UsageError where there are neither: fresh weights are never meant.
+    """
+    found = initial(config) or checkpoint_paths.newest(config.directory / "checkpoints")
+    if found is None:
+        raise UsageError(
+            f"checkpoint.load: not given, and {config.directory} holds no checkpoint; name a checkpoint or a run to evaluate"
+        )
+    return found
+
+
+def load(path: Path, model: "MoEModel") -> None:
+    """What `initial` or `evaluated` returned, into the model of any layout (collective). Raises UsageError where it does not
+    fit."""
+    from moe_rl import checkpoint
+
+    checkpoint.load_weights(path, model)
