@@ -20,9 +20,14 @@ def newest(directory: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether this directory is a checkpoint itself."""
+    return (path / "metadata.json").exists()
+
+
 def find(path: Path, key: str = "checkpoint.load") -> Path:
     """What the setting `key` names: a checkpoint, a run's checkpoints/, or a run. Raises UsageError where there is none."""
-    if (path / "metadata.json").exists():
+    if is_checkpoint(path):
         return path
     for directory in (path, path / "checkpoints"):
         if directory.is_dir() and (found := newest(directory)):

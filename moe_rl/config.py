@@ -207,16 +207,16 @@ def load(path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any
     """The run that a YAML file describes.
 
     `overrides`: `key.path=value`, the value read as YAML; the last one of a key counts. `base`: values beneath the file's.
-    Beneath the model's keys lie those of `model.preset`, and beneath everything those of `run.preset`. Raises UsageError, one
-    line, for anything that is wrong.
+    Beneath the model's keys lie those of `model.preset` or `model.path`, and beneath everything those of `run.preset`.
+    Raises UsageError, one line, for anything that is wrong.
     """
     values = config_values.merged(base or {}, config_values.read(Path(path), RunConfig))
     for override in overrides:
         config_values.override(values, override, RunConfig)
     values = presets.beneath(values)
     model = values.get("model")
-    if isinstance(model, dict) and model.get("preset") is not None:
-        values["model"] = {**_preset(model["preset"]), **model}
+    if isinstance(model, dict):
+        values["model"] = {**_beneath_model(model.get("preset"), model.get("path")), **model}
     config_values.check_numbers(values, RunConfig)
     try:
         return RunConfig.model_validate(values)
@@ -233,6 +233,22 @@ def check(config: RunConfig, world_size: int) -> None:
 def dump(config: RunConfig) -> str:
     """YAML of every value, that `load` reads back as an equal configuration."""
     return yaml_text.dump(config.model_dump(mode="json"))
+
+
+def _beneath_model(preset: object, path: object) -> dict[str, Any]:
+    """What lies beneath the keys of the model section: a preset's values, or those of a Hugging Face directory."""
+    if preset is not None and path is not None:
+        raise UsageError(f"model.path={path}: and model.preset={preset} give the same keys; keep one of them")
+    if preset is not None:
+        return _preset(preset)
+    if path is None:
+        return {}
+    if not isinstance(path, str | Path):
+        raise UsageError(f"model.path={config_errors.show(path)}: must be a directory with a Hugging Face model")
+    from models.convert.huggingface import describe, has_tokenizer, huggingface_directory
+
+    directory = huggingface_directory(Path(path))
+    return {**describe(directory).values, **({"tokenizer": str(directory)} if has_tokenizer(directory) else {})}
 
 
 def _preset(name: object) -> dict[str, Any]:

@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 
 
 def initial(config: RunConfig) -> Path | None:
-    """Where the settings say that weights come from; None: fresh ones. Raises UsageError where nothing complete is there."""
-    return None if config.checkpoint.load is None else checkpoint_paths.find(config.checkpoint.load)
+    """Where the settings say that weights come from: checkpoint.load, else model.path; None: fresh ones.
+
+    Raises UsageError where nothing complete is there.
+    """
+    if config.checkpoint.load is not None:
+        return checkpoint_paths.find(config.checkpoint.load)
+    return config.model.path
 
 
 def evaluated(config: RunConfig) -> Path:
@@ -30,8 +35,12 @@ def evaluated(config: RunConfig) -> Path:
 
 
 def load(path: Path, model: "MoEModel") -> None:
-    """What `initial` or `evaluated` returned, into the model of any layout (collective). Raises UsageError where it does not
-    fit."""
+    """What `initial` or `evaluated` returned, a checkpoint or a Hugging Face directory, into the model of any layout
+    (collective). Raises UsageError where it does not fit."""
+    from models.convert import huggingface
     from moe_rl import checkpoint
 
-    checkpoint.load_weights(path, model)
+    if checkpoint_paths.is_checkpoint(path):
+        checkpoint.load_weights(path, model)
+    else:
+        huggingface.load(path, model)
