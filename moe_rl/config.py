@@ -238,9 +238,7 @@ def dump(config: RunConfig) -> str:
 def _beneath_model(preset: object, path: object) -> dict[str, Any]:
     """What lies beneath the keys of the model section: a preset's values, or those of a Hugging Face directory."""
     if preset is not None and path is not None:
-        raise UsageError(
-            f"model.path={path}: gives the same keys as model.preset={preset}; keep one of them (model.preset=null)"
-        )
+        raise UsageError(f"model.path={path}: gives the same keys as model.preset={preset}; keep one (model.preset=null)")
     if preset is not None:
         return _preset(preset)
     if path is None:

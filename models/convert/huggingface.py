@@ -5,20 +5,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.config import ModelConfig
 from models.convert.families import FAMILIES, Family
-from models.convert.live import fill
 from models.convert.pieces import PieceMap
 from models.convert.safetensors_reader import Reader
 from models.convert.shapes import Shape, global_shapes
 from models.convert.storage import Source
 from models.convert.values import common
 from parallel.errors import UsageError
-
-if TYPE_CHECKING:
-    from models.transformer import Transformer
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
@@ -35,18 +31,6 @@ class Description:
     def values(self) -> dict[str, Any]:
         """Keys of the model section."""
         return {**common(self.hf), **self.family.values(self.hf)}
-
-
-def load(directory: Path, model: "Transformer") -> None:
-    """Weights and buffers of a live model, in any layout: each rank reads its own part of the files, and no more.
-
-    Raises UsageError, on every rank before any weight has changed, where a tensor is missing, unexpected or misshapen.
-    """
-    description = describe(directory)
-    pieces = piece_map(description, model.config)
-    reader = open_tensors(description)
-    check_names(description, pieces, {name: entry.shape for name, entry in reader.names.items()})
-    fill(model.bare, model.groups, pieces, reader.read)
 
 
 def describe(directory: Path, key: str = "model.path") -> Description:
