@@ -32,6 +32,7 @@ def name_of(weights: Path, config: RunConfig) -> str:
 
 
 def _task(section: TaskSection) -> str:
+    """The name of a task, or of its file."""
     path = section.eval_path or section.train_path
     return section.name if path is None else path.stem
 
@@ -150,7 +151,7 @@ def table(config: RunConfig, evaluated: Evaluated, estimates: Mapping[str, Estim
         found.add_row(title, f"{estimate.value:{form}}", error)
     section = config.eval
     sampled = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
-    asked = f"{evaluated.problems} of {evaluated.heldout} held-out problems of {config.task.name}"
+    asked = f"{evaluated.problems} of {evaluated.heldout} held-out problems of {_task(config.task)}"
     lines = [
         f"weights: {evaluated.weights}",
         f"{asked}, {section.samples} response{'s' * (section.samples > 1)} each, {sampled}",

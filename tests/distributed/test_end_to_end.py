@@ -63,3 +63,5 @@ def test_quickstart_small(tmp_path: Path, algorithm: str) -> None:
     )
     assert evaluated.returncode == 0, evaluated.stderr
     assert "pass@2" in evaluated.stdout
+    figures, *others = (run / "eval").glob("*.json")
+    assert (figures.name, others) == ("step_000002-reversal.json", [])

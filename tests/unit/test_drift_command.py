@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -300,3 +301,16 @@ def test_the_evaluation_after_the_last_step_closes_the_curve(tmp_path: Path) -> 
     assert [line.get("eval/pass_at_1") for line in found.history.lines] == [0.25, 0.75]
     (run / "summary.json").write_text('{"step": 1, "eval')
     assert [line.get("eval/pass_at_1") for line in load([run])[0].history.lines] == [0.25, None]
+
+
+def test_the_page_gives_pass_at_1_its_standard_error_and_shows_what_eval_found(tmp_path: Path) -> None:
+    first = {"step": 0, "eval/pass_at_1": 0.25, "eval/pass_at_1_stderr": 0.0315}
+    run = small(tmp_path / "a", [first, {"step": 1, "reward/mean": 0.5, "eval/pass_at_1": 0.75}])
+    (run / "eval").mkdir()
+    found = {"z-first": {"value": 0.5, "stderr": 0.02}, "b": {"value": 1, "stderr": None}}
+    for place, (name, figure) in enumerate(found.items()):
+        (run / "eval" / f"{name}.json").write_text(json.dumps({"figures": {"pass_at_1": figure}}))
+        os.utime(run / "eval" / f"{name}.json", (place, place))
+    shown = dict(overview.results(load([run, small(tmp_path / "b", [{"step": 1, "reward/mean": 0.5}])])))
+    assert shown["held-out pass@1, before and after, with standard errors"] == ["0.250 ± 0.032 → 0.750", "-"]
+    assert shown["pass@1 by moe-rl eval"] == ["z-first: 0.500 ± 0.020; b: 1.000", "-"]

@@ -59,7 +59,7 @@ def test_it_is_the_clustered_one_and_not_that_of_independent_responses() -> None
     found = over_problems([sum(row) / len(row) for row in scores])
     assert found.value == mean
     assert found.stderr == pytest.approx(clustered * math.sqrt(problems / (problems - 1)), rel=1e-12)
-    assert found.stderr > 1.7 * math.sqrt(diagonal / (n - 1) / n)
+    assert found.stderr is not None and found.stderr > 1.7 * math.sqrt(diagonal / (n - 1) / n)
 
 
 @pytest.mark.parametrize(("values", "wanted"), [([7], 7), ([3, 1, 2], 3), (list(range(1, 101)), 95), (list(range(1, 22)), 20)])

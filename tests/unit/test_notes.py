@@ -106,6 +106,12 @@ def test_a_penalty_in_the_reward_under_a_division_by_the_deviation() -> None:
     assert kl_note(config(algorithm=algorithm | {"advantage_std": False})) is None
 
 
+def test_greedy_responses_to_a_problem_are_all_the_same() -> None:
+    (found,) = notes(config(eval={"samples": 8}))
+    assert found.startswith("eval.samples=8 with eval.temperature=0: greedy, the responses to a problem are all the same")
+    assert notes(config(eval={"samples": 8, "temperature": 0.1})) == notes(config(eval={"samples": 1})) == []
+
+
 def test_a_warm_up_that_never_ends() -> None:
     for steps, noted in ((3, True), (5, True), (6, False), (0, False)):
         found = warmup_note(config(algorithm={"name": "ppo"}, critic={"warmup_steps": 5}, run={"steps": steps}))

@@ -22,6 +22,7 @@ PURE = (
     "shaping",
     "metrics",
     "batching",
+    "estimates",
     "drift/metrics",
     "drift/sums",
     "tasks",

@@ -54,6 +54,12 @@ def test_means_over_the_first_and_the_last_steps() -> None:
     assert plain(lines(6), RUN).endswith("run directory: runs/one")
 
 
+def test_pass_at_1_has_its_standard_error_where_the_step_knows_one() -> None:
+    some = lines(3)
+    some[-1]["eval/pass_at_1_stderr"] = 0.0126
+    assert rows(plain(some, RUN))["held-out pass@1"] == ["0.250", "0.750 +- 0.013"]
+
+
 def test_change_rates_skip_steps_that_lack_them() -> None:
     some = lines(3, layers=1)
     key = "drift/update/expert_change_rate/layer_00/minibatch_1"
