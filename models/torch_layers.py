@@ -166,7 +166,7 @@ def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> M
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_latent_attention(backend) if model.latent else _attention(model, backend),
+            self_attention=_latent_attention(model, backend) if model.latent else _attention(model, backend),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
@@ -197,7 +197,7 @@ def _attention(model: ModelConfig, backend: Any) -> ModuleSpec:
     return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
-def _latent_attention(backend: Any) -> ModuleSpec:
+def _latent_attention(model: ModelConfig, backend: Any) -> ModuleSpec:
     column = backend.column_parallel_linear()
     submodules: Any = MLASelfAttentionSubmodules(
         linear_q_proj=column,
@@ -207,7 +207,7 @@ def _latent_attention(backend: Any) -> ModuleSpec:
         linear_kv_up_proj=column,
         core_attention=backend.core_attention(),
         linear_proj=backend.row_parallel_linear(),
-        q_layernorm=RMSNorm,
+        q_layernorm=RMSNorm if model.q_lora_rank is not None else IdentityOp,  # full queries have none
         kv_layernorm=RMSNorm,
     )
     return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
