@@ -75,6 +75,16 @@ class SpanRMSNorm(MegatronModule):
         )
 
 
+class LatentAttention(MLASelfAttention):
+    """Megatron's, also where latent keys and values are normalised and full queries are not (DeepSeek-V2-Lite): Megatron
+    itself normalises both or neither."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is None:
+            self.kv_layernorm = RMSNorm(config, config.kv_lora_rank)
+
+
 class StreamRouter(TopKRouter):
     """Megatron's router, and gates of sigmoid scores that are not divided by their sum."""
 
@@ -207,7 +217,7 @@ def _latent_attention(model: ModelConfig, backend: Any) -> ModuleSpec:
         linear_kv_up_proj=column,
         core_attention=backend.core_attention(),
         linear_proj=backend.row_parallel_linear(),
-        q_layernorm=RMSNorm if model.q_lora_rank is not None else IdentityOp,  # full queries have none
-        kv_layernorm=RMSNorm,
+        q_layernorm=RMSNorm if model.q_lora_rank is not None else IdentityOp,
+        kv_layernorm=RMSNorm if model.q_lora_rank is not None else IdentityOp,  # LatentAttention has its own
     )
-    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
