@@ -127,7 +127,8 @@ class StackedExperts(SequentialMLP):
         return fc1.transpose(1, 2), fc2.transpose(1, 2), (biases[0], biases[1]) if biases else None
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor):
-        if self.stacked is None and not permuted_local_hidden_states.is_cuda:
+        loops = not self.config.add_bias_linear  # Megatron adds biases in place, which autograd refuses here
+        if self.stacked is None and loops and not permuted_local_hidden_states.is_cuda:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         fc1, fc2, biases = self.stacked or self._stack()
         ends = tokens_per_expert.to(permuted_local_hidden_states.device).cumsum(0).int()
