@@ -15,7 +15,9 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: str | None = Field(
-        default=None, description="tiny_moe | small_moe | medium_moe: its values, which the other keys override"
+        default=None,
+        description="tiny_moe, small_moe, medium_moe, or a released model (models/presets.py): its values, which the other "
+        "keys override",
     )
     path: Path | None = Field(
         default=None, description="Hugging Face directory: its shape, tokenizer and weights, which the other keys override"

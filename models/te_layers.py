@@ -18,7 +18,7 @@ from torch import Tensor
 from models.attention import Scheme, attend
 from models.config import ModelConfig
 from models.stream import Stream
-from models.torch_layers import SpanRMSNorm, router
+from models.torch_layers import LatentAttention, SpanRMSNorm, router
 
 Norm: Any = TENorm
 
@@ -66,6 +66,12 @@ def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> M
     submodules: Any = spec.submodules
     attention = submodules.self_attention.submodules
     attention.core_attention = StreamTEAttention
+    if model.latent:
+        submodules.self_attention.module = LatentAttention
+    if model.latent and model.q_lora_rank is None:
+        names = submodules.sharded_state_dict_keys_map or {}
+        norm = {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"}
+        submodules.sharded_state_dict_keys_map = {**names, **norm}
     if model.qk_norm_span == "all" and model.qk_norm:
         attention.q_layernorm = partial(SpanRMSNorm, heads=model.heads)
         attention.k_layernorm = partial(SpanRMSNorm, heads=model.kv_heads)

@@ -76,6 +76,16 @@ class SpanRMSNorm(MegatronModule):
         )
 
 
+class LatentAttention(MLASelfAttention):
+    """Megatron's, also where latent keys and values are normalised and full queries are not (DeepSeek-V2-Lite): Megatron
+    itself normalises both or neither."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is None:
+            self.kv_layernorm = RMSNorm(config, config.kv_lora_rank)
+
+
 class StreamRouter(TopKRouter):
     """Megatron's router, and gates of sigmoid scores that are not divided by their sum."""
 
@@ -118,7 +128,8 @@ class StackedExperts(SequentialMLP):
         return fc1.transpose(1, 2), fc2.transpose(1, 2), (biases[0], biases[1]) if biases else None
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor):
-        if self.stacked is None and not permuted_local_hidden_states.is_cuda:
+        loops = not self.config.add_bias_linear  # Megatron adds biases in place, which autograd refuses here
+        if self.stacked is None and loops and not permuted_local_hidden_states.is_cuda:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         fc1, fc2, biases = self.stacked or self._stack()
         ends = tokens_per_expert.to(permuted_local_hidden_states.device).cumsum(0).int()
@@ -169,7 +180,7 @@ def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> M
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_latent_attention(backend) if model.latent else _attention(model, backend),
+            self_attention=_latent_attention(model, backend) if model.latent else _attention(model, backend),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
@@ -200,7 +211,7 @@ def _attention(model: ModelConfig, backend: Any) -> ModuleSpec:
     return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
-def _latent_attention(backend: Any) -> ModuleSpec:
+def _latent_attention(model: ModelConfig, backend: Any) -> ModuleSpec:
     column = backend.column_parallel_linear()
     submodules: Any = MLASelfAttentionSubmodules(
         linear_q_proj=column,
@@ -210,7 +221,7 @@ def _latent_attention(backend: Any) -> ModuleSpec:
         linear_kv_up_proj=column,
         core_attention=backend.core_attention(),
         linear_proj=backend.row_parallel_linear(),
-        q_layernorm=RMSNorm,
-        kv_layernorm=RMSNorm,
+        q_layernorm=RMSNorm if model.q_lora_rank is not None else IdentityOp,
+        kv_layernorm=RMSNorm if model.q_lora_rank is not None else IdentityOp,  # LatentAttention has its own
     )
-    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

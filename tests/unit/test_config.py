@@ -76,7 +76,8 @@ def test_what_replay_and_drift_may_be(file: Path, key: str, constraint: str) -> 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_load_and_lie_beneath_the_file(file: Path, tmp_path: Path, name: str) -> None:
-    config = load(file, [f"model.preset={name}", "model.layers=3", "model.dense_layers=[0]"])
+    windows = ["model.window_layers=[0]"] * ("window" in PRESETS[name])
+    config = load(file, [f"model.preset={name}", "model.layers=3", "model.dense_layers=[0]", *windows])
     assert config.model.hidden == PRESETS[name]["hidden"]
     assert (config.model.layers, config.model.dense_layers) == (3, [0])
     assert_same(config, tmp_path)
