@@ -19,7 +19,7 @@ examples:
   moe-rl train configs/quickstart.yaml run.name=ppo algorithm.name=ppo critic.optimizer.lr=3e-4
   moe-rl train configs/quickstart.yaml parallel.tensor=2             (another layout: starts 2 processes)
   moe-rl train configs/quickstart.yaml parallel.pipeline=2 run.processes=4
-  moe-rl train configs/quickstart.yaml task.name=jsonl task.options={} task.train_path=problems.jsonl
+  moe-rl train configs/quickstart.yaml task.name=file task.options={} task.train_path=problems.jsonl
   torchrun --nproc-per-node 8 -m moe_rl.cli train run.yaml           (inside torchrun or srun nothing more is started)"""
 
 _SFT_EXAMPLES = """\
@@ -154,7 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
             settings = config.load(arguments.config, arguments.overrides)
             processes = world.size if world else settings.run.processes or settings.parallel.fewest_processes
             config.check(settings, processes)
-            _preflight(settings)
+            _preflight(settings, arguments.command)
     except UsageError:
         if world and world.local_rank:  # every rank of a node finds the same: one says it
             return 2
@@ -167,10 +167,10 @@ def _run(arguments: argparse.Namespace) -> int:
     return launch(command, processes, settings.run.threads)
 
 
-def _preflight(settings: "RunConfig") -> None:
+def _preflight(settings: "RunConfig", command: str) -> None:
     """Raises UsageError for what the run would otherwise stumble over once it has started."""
     from moe_rl import checkpoint_paths, tracking
-    from moe_rl.tasks import build_task, build_tokenizer, check_prompts, check_vocab
+    from moe_rl.tasks import build_encoder, build_task, build_tokenizer, check_prompts, check_vocab, fitting
 
     tracking.check(settings.tracking, settings.directory)
     if settings.checkpoint.load is not None and not settings.checkpoint.load.is_dir():
@@ -181,7 +181,10 @@ def _preflight(settings: "RunConfig") -> None:
     task = build_task(settings.task)
     tokenizer = build_tokenizer(settings.model.tokenizer)
     check_vocab(tokenizer, settings.model.vocab_size)
-    check_prompts(task, tokenizer, settings.model.max_positions, settings.rollout.max_response_tokens)
+    encoder, longest = build_encoder(tokenizer, settings.task, settings.rollout), settings.model.max_positions
+    check_prompts(task, encoder, longest, settings.rollout.max_response_tokens)
+    if settings.sft.steps and (command == "sft" or (command == "train" and settings.checkpoint.load is None)):
+        fitting(task.train, encoder, longest, settings.sft.train_on, settings.sft.too_long)
 
 
 def _entry(command: str) -> "Callable[[RunConfig], None]":

@@ -5,8 +5,9 @@ from typing import Any
 
 from moe_rl.config import TaskSection
 from moe_rl.config_errors import near, show
-from moe_rl.tasks import addition, jsonl, reasoning_gym, reversal, user
-from moe_rl.tasks.prompts import check_prompts
+from moe_rl.tasks import addition, files, reasoning_gym, reversal, user
+from moe_rl.tasks.encoding import Encoder, build_encoder, check_stops
+from moe_rl.tasks.prompts import check_prompts, example_that_fits, fitting
 from moe_rl.tasks.rewards import RewardError, score_response
 from moe_rl.tasks.task import ProblemSet, Score, Task, check_task, fingerprint
 from moe_rl.tasks.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, build_tokenizer, check_vocab
@@ -15,26 +16,32 @@ from parallel.errors import UsageError
 __all__ = [
     "TASKS",
     "ByteTokenizer",
+    "Encoder",
     "HFTokenizer",
     "ProblemSet",
     "RewardError",
     "Score",
     "Task",
     "Tokenizer",
+    "build_encoder",
     "build_task",
     "build_tokenizer",
     "check_prompts",
+    "check_stops",
     "check_task",
     "check_vocab",
+    "example_that_fits",
     "fingerprint",
+    "fitting",
     "score_response",
 ]
 
 TASKS: dict[str, Callable[[TaskSection], Any]] = {
     "addition": addition.build,
     "reversal": reversal.build,
-    "jsonl": jsonl.build,
+    "file": files.build,
 }
+_FILE = ("file", "jsonl")  # the second is its name from when it read nothing else, which runs still have
 
 
 def build_task(section: TaskSection) -> Task:
@@ -46,6 +53,8 @@ def build_task(section: TaskSection) -> Task:
     _check_file_keys(section)
     if section.name in TASKS:
         build = TASKS[section.name]
+    elif section.name in _FILE:
+        build = files.build
     elif section.name.startswith(reasoning_gym.PREFIX):
         build = reasoning_gym.build
     elif ":" in section.name:
@@ -57,10 +66,7 @@ def build_task(section: TaskSection) -> Task:
 
 
 def _check_file_keys(section: TaskSection) -> None:
-    for key, value, default in (
-        ("train_path", section.train_path, None),
-        ("eval_path", section.eval_path, None),
-        ("scorer", section.scorer, "exact"),
-    ):
-        if section.name != "jsonl" and value != default:
-            raise UsageError(f"task.{key}={show(value)}: only task.name=jsonl reads it; remove it")
+    for key in ("train_path", "eval_path", "scorer", "prompt_column", "answer_column"):
+        value = getattr(section, key)
+        if section.name not in _FILE and value != type(section).model_fields[key].default:
+            raise UsageError(f"task.{key}={show(value)}: only task.name=file reads it; remove it")
