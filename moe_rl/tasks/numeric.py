@@ -14,7 +14,7 @@ _NUMBER = re.compile(
     rf"(?:(?:(?P<whole>{_WHOLE}) )?(?P<top>{_WHOLE}) ?/ ?(?P<bottom>{_WHOLE})(?![0-9]|\.[0-9])|(?P<decimal>{_DECIMAL}))"
     r"(?P<percent> ?\\?%)?"
 )
-_MARKED = re.compile(r"^[ \t]*####[ \t]*(\S.*?)[ \t.]*$", re.MULTILINE)  # GSM8K: `#### 72`, alone on its line
+_MARKED = re.compile(r"####[ \t]*(\S.*?)[ \t.]*$", re.MULTILINE)  # GSM8K: `#### 72`, at the end of a line
 _LONGEST = 400  # digits; longer ones are noise, and slow
 
 
@@ -48,7 +48,7 @@ def last_number(text: str) -> Number | None:
 
 
 def answered_number(text: str) -> Number | None:
-    """The number on the last line that is `####` and a number alone, as GSM8K marks an answer, whatever follows it; without
+    """The number on the last line that ends with `####` and a number, as GSM8K marks an answer, whatever follows it; without
     such a line the last number. `#### 2. Next` is a heading."""
     for marked in reversed(_MARKED.findall(text)):
         found = _NUMBER.fullmatch(marked.replace("\N{MINUS SIGN}", "-"))
