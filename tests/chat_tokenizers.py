@@ -19,13 +19,21 @@ CHATML = (
 BOS_NO_SYSTEM = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]{% else %} {{ message.content }}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
+    "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
+    "{% else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 # as Qwen3's: the reasoning of earlier turns goes when others follow
 FORGETS = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if loop.last and message.role == 'assistant' %}<think>hm</think>{% endif %}{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if loop.last and message.role == 'assistant' %}<think>hm</think>{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# with the marks from which transformers tells what the assistant wrote
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # no special tokens between the turns

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
