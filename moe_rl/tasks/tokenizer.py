@@ -1,5 +1,6 @@
 """Text to token ids and back: bytes, or a Hugging Face tokenizer in a local directory."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,9 +94,8 @@ class HFTokenizer:
         except Exception as error:  # the Rust side raises bare Exception for a file that it cannot read
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"{where}: cannot be loaded: {type(error).__name__}: {reason}") from error
-        plain = self.encode("a")
-        if not plain:  # transformers makes an empty tokenizer from a config.json alone
-            raise UsageError(f"{where}: has no vocabulary; copy tokenizer.json and tokenizer_config.json there")
+        self._where = where
+        self._prefix = self._find_prefix()
         self.name = Path(path).resolve().name
         self.vocab_size = max(self._inner.get_vocab().values()) + 1
         ends = [] if self._inner.eos_token_id is None else [int(self._inner.eos_token_id)]
@@ -106,12 +106,28 @@ class HFTokenizer:
         self.special_tokens: Mapping[str, int] = {token.content: number for number, token in added.items() if token.special}
         template = self._inner.chat_template
         self.chat_template = "\n".join(template.values()) if isinstance(template, dict) else template
-        marked = self._inner.encode("a")
-        self._prefix = marked[: next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)]
+
+    def _find_prefix(self) -> list[int]:
+        """The ids in front of any text, as they stand around the first one that the vocabulary has an id for."""
+        special = set(self._inner.all_special_ids)
+        others = (self._inner.decode([i]) for i in sorted(self._inner.get_vocab().values()) if i not in special)
+        for text in itertools.chain(["a"], itertools.islice(others, 1000)):
+            try:
+                plain, marked = self._inner.encode(text, add_special_tokens=False), self._inner.encode(text)
+            except Exception:  # the Rust side's way to say that it has no token for this one
+                continue
+            if plain:
+                return marked[: next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)]
+        # transformers makes an empty tokenizer from a config.json alone
+        raise UsageError(f"{self._where}: has no vocabulary; copy tokenizer.json and tokenizer_config.json there")
 
     def encode(self, text: str) -> list[int]:
         valid = text.encode(errors="replace").decode()  # half a surrogate pair is no input for the Rust side
-        return self._inner.encode(valid, add_special_tokens=False)
+        try:
+            return self._inner.encode(valid, add_special_tokens=False)
+        except Exception as error:  # bare Exception from the Rust side: a word that is not in the vocabulary
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(f"{self._where}: cannot encode {show(repr(text))}: {reason}") from error
 
     def encode_prompt(self, text: str) -> list[int]:
         return [*self._prefix, *self.encode(text)]

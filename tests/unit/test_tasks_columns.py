@@ -161,9 +161,12 @@ def test_a_bad_row_of_parquet_is_named_by_number(tmp_path: Path) -> None:
     path = write(tmp_path / "u.parquet", {"qestion": "q", "answer": "7", "level": 1})
     with pytest.raises(UsageError, match=re.escape(f"{path}:1: has no field question; did you mean qestion?")):
         build(path)
-    path = write(tmp_path / "v.parquet", {"text": "q", "answer": "7", "level": 1})
-    with pytest.raises(UsageError, match=r"has no field prompt \(nor .*\); it has text, answer, level; task.prompt_column"):
-        build(path)
+    for row in ({"text": "q", "answer": "7", "level": 1}, {"text": "q", "label": 1}):
+        path = write(tmp_path / "v.parquet", row)
+        with pytest.raises(
+            UsageError, match=rf"v.parquet:1: has no field prompt \(nor .*\); it has {', '.join(row)}; task.prompt"
+        ):
+            build(path)
 
 
 def test_files_that_are_not_what_their_names_say(tmp_path: Path) -> None:

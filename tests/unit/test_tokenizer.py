@@ -88,6 +88,24 @@ def test_a_config_alone_is_no_tokenizer(tmp_path: Path) -> None:
         HFTokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("unknown", ["?", None])
+def test_a_vocabulary_without_the_letter_a_and_without_a_token_for_the_unknown(tmp_path: Path, unknown: str | None) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "x": 1, "y": 2, "?": 3}, unk_token=unknown))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A <s>", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>").save_pretrained(tmp_path / "t")
+    tokenizer = HFTokenizer(tmp_path / "t")
+    assert tokenizer.encode_prompt("y x") == [0, 2, 1]  # what stands in front, not what closes a text
+    if unknown:
+        assert tokenizer.encode("a") == [3]
+    else:
+        with pytest.raises(UsageError, match=r"model.tokenizer=.*: cannot encode 'x a': "):
+            tokenizer.encode("x a")
+
+
 def test_a_tokenizer_may_have_no_end_or_take_it_from_the_generation_config(tmp_path: Path, directory: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
     config = json.loads((directory / "tokenizer_config.json").read_text())
