@@ -19,7 +19,7 @@ examples:
   moe-rl train configs/quickstart.yaml run.name=ppo algorithm.name=ppo critic.optimizer.lr=3e-4
   moe-rl train configs/quickstart.yaml parallel.tensor=2             (another layout: starts 2 processes)
   moe-rl train configs/quickstart.yaml parallel.pipeline=2 run.processes=4
-  moe-rl train configs/quickstart.yaml task.name=jsonl task.options={} task.train_path=problems.jsonl
+  moe-rl train configs/quickstart.yaml task.name=file task.options={} task.train_path=problems.jsonl
   torchrun --nproc-per-node 8 -m moe_rl.cli train run.yaml           (inside torchrun or srun nothing more is started)"""
 
 _SFT_EXAMPLES = """\
@@ -208,7 +208,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _preflight(settings: "RunConfig", command: str) -> None:
     """Raises UsageError for what the run would otherwise stumble over once it has started."""
     from moe_rl import checkpoint_paths, tracking, weights
-    from moe_rl.tasks import build_task, build_tokenizer, check_prompts, check_vocab
+    from moe_rl.tasks import build_encoder, build_task, build_tokenizer, check_prompts, check_vocab, fitting
 
     tracking.check(settings.tracking, settings.directory)
     if settings.checkpoint.load is not None and not settings.checkpoint.load.is_dir():
@@ -222,8 +222,11 @@ def _preflight(settings: "RunConfig", command: str) -> None:
     task = build_task(settings.task, trains=trains)
     tokenizer = build_tokenizer(settings.model.tokenizer)
     check_vocab(tokenizer, settings.model.vocab_size)
-    limits = (settings.model.max_positions, settings.rollout.max_response_tokens)
-    check_prompts(task, tokenizer, *limits, trains=trains)
+    encoder, longest = build_encoder(tokenizer, settings.task, settings.rollout), settings.model.max_positions
+    check_prompts(task, encoder, longest, settings.rollout.max_response_tokens, trains=trains)
+    fresh = command == "train" and weights.initial(settings) is None  # then it has a warm start
+    if settings.sft.steps and (command == "sft" or fresh):
+        fitting(task.train, encoder, longest, settings.sft.train_on, settings.sft.too_long)
 
 
 def _entry(command: str) -> "Callable[[RunConfig], None]":

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -13,7 +14,7 @@ from moe_rl import rundir
 from moe_rl.config import RunConfig
 from moe_rl.rollouts.embedded import EmbeddedEngine
 from moe_rl.rollouts.engine import Engine
-from moe_rl.tasks import Task, Tokenizer, build_task, build_tokenizer
+from moe_rl.tasks import Encoder, Task, Tokenizer, build_encoder, build_task, build_tokenizer, check_stops
 from moe_rl.tracking import EVALUATIONS, Phase, Tracker
 from moe_rl.types import Sampling
 from parallel import runtime
@@ -42,18 +43,23 @@ class Session:
         if self.tracker is not None:
             self.tracker.log(step, metrics, phase)
 
+    @cached_property
+    def encoder(self) -> Encoder:
+        return build_encoder(self.tokenizer, self.config.task, self.config.rollout)
+
     def sampling(self, temperature: float) -> Sampling:
         """As rollouts are sampled; evaluation has another temperature."""
         rollout = self.config.rollout
-        stops = frozenset([self.tokenizer.eos_id, *rollout.stop_token_ids])
+        texts, ids = check_stops(rollout.stop, self.tokenizer)
         greedy = temperature == 0
         return Sampling(
             rollout.max_response_tokens,
             temperature,
             1.0 if greedy else rollout.top_p,
             0 if greedy else rollout.top_k,
-            stops,
+            self.tokenizer.stop_ids | ids | set(rollout.stop_token_ids),
             rollout.logprobs == "full",
+            texts,
         )
 
 
@@ -82,5 +88,8 @@ def opened(
                 if moved:
                     tracker.print(moved)
             dist.barrier()  # nobody looks for checkpoints before
-            engine = EmbeddedEngine(model, config.rollout.max_batch)
-            yield Session(config, here, groups, model, task, tokenizer, engine, tracker)
+            engine = EmbeddedEngine(model, config.rollout.max_batch, tokenizer.decode)
+            session = Session(config, here, groups, model, task, tokenizer, engine, tracker)
+            for note in session.encoder.notes():
+                session.say(f"note: {note}")
+            yield session

@@ -1,5 +1,6 @@
 """Supervised training on a task's own answers: a command of its own, and the warm start of RL."""
 
+import torch
 from torch import Tensor
 
 from models.config import OptimizerConfig
@@ -15,18 +16,23 @@ from moe_rl.metrics import Metrics
 from moe_rl.microbatches import Scored, cut
 from moe_rl.session import Session, opened
 from moe_rl.stopwatch import Stopwatch
+from moe_rl.tasks import example_that_fits, fitting
 from moe_rl.types import Problem
 
 
 def supervise(session: Session) -> Optimizer:
-    """`sft.steps` steps of next-token loss on the answers, mean over tokens (collective); fewer where
-    `sft.stop_at` ends them. Returns the optimizer used."""
-    section = session.config.sft
+    """`sft.steps` steps of next-token loss on the answers, mean over a step's tokens that are trained (collective); fewer
+    where `sft.stop_at` ends them. Returns the optimizer used."""
+    section, problems = session.config.sft, session.task.train
+    if section.too_long == "skip":
+        problems = fitting(problems, session.encoder, session.config.model.max_positions, section.train_on, section.too_long)
+        if left_out := len(session.task.train) - len(problems):
+            session.say(f"{left_out} of {len(session.task.train)} examples exceed model.max_positions and are left out")
     settings = OptimizerConfig(
         lr=section.lr, warmup_updates=section.warmup_updates, schedule=section.schedule, weight_decay=section.weight_decay
     )
     optimizer = session.model.optimizer(settings, section.steps)
-    order = ProblemOrder(session.task.train, session.config.run.seed, "sft")
+    order = ProblemOrder(problems, session.config.run.seed, "sft")
     for step in range(1, section.steps + 1):
         watch = Stopwatch()
         metrics = _step(session, optimizer, order.take((step - 1) * section.batch, section.batch))
@@ -42,12 +48,20 @@ def supervise(session: Session) -> Optimizer:
 
 
 def _step(session: Session, optimizer: Optimizer, problems: list[Problem]) -> dict[str, float]:
-    model, tokenizer = session.model, session.tokenizer
-    sequences = [Scored(tokenizer.encode_prompt(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id]) for p in problems]
-    microbatches = cut(model, sequences, range(len(sequences)), session.config.algorithm.microbatch_tokens)
-    targets = sum(len(s.response_ids) for s in sequences)
+    model, config = session.model, session.config
+    examples = [
+        example
+        for problem in problems
+        if (example := example_that_fits(problem, session.encoder, config.model.max_positions, config.sft.train_on, "error"))
+    ]
+    sequences = [Scored(e.ids[: e.prompt], e.ids[e.prompt :]) for e in examples]
+    microbatches = cut(model, sequences, range(len(sequences)), config.algorithm.microbatch_tokens)
+    targets = sum(sum(e.trained) for e in examples)
     optimizer.zero_grad()
-    losses = [_loss(targets)] * len(microbatches)
+    losses = [
+        _loss(torch.tensor([t for i in m.members for t in examples[i].trained], dtype=torch.bool, device=model.device), targets)
+        for m in microbatches
+    ]
     tokens = sum(s.entering for s in sequences)
     results = model.accumulate_gradients([m.stream for m in microbatches], losses, tokens)
     lr, norm = optimizer.lr, optimizer.step()
@@ -59,11 +73,13 @@ def _step(session: Session, optimizer: Optimizer, problems: list[Problem]) -> di
     return reduce_metrics(metrics, session.groups) | {"optimizer/grad_norm": norm, "optimizer/lr": lr}
 
 
-def _loss(targets: int) -> Loss:
+def _loss(trained: Tensor, targets: int) -> Loss:
+    """trained: which of a microbatch's scored tokens count. targets: how many do in the step, on all ranks."""
+
     def loss(scores: Scores) -> tuple[Tensor, Metrics]:
-        negative = -scores.logprobs.sum()
+        negative = -scores.logprobs.where(trained, 0.0).sum()
         metrics = Metrics()
-        metrics.add("sft/loss", negative.detach(), len(scores.logprobs))
+        metrics.add("sft/loss", negative.detach(), trained.sum())
         return negative / targets, metrics
 
     return loss

@@ -22,14 +22,18 @@ def initial(config: RunConfig) -> Path | None:
 
 
 def evaluated(config: RunConfig) -> Path:
-    """Those that `moe-rl eval` looks at: the initial ones that the settings name, else the newest of the run itself.
+    """Those that `moe-rl eval` looks at: checkpoint.load, else the newest of the run itself, else model.path: a run's own
+    configuration means what the run made of that model.
 
-    Raises UsageError where there are neither: fresh weights are never meant.
+    Raises UsageError where there are none: fresh weights are never meant.
     """
-    found = initial(config) or checkpoint_paths.newest(config.directory / "checkpoints")
+    if config.checkpoint.load is not None:
+        return checkpoint_paths.find(config.checkpoint.load)
+    found = checkpoint_paths.newest(config.directory / "checkpoints") or config.model.path
     if found is None:
         raise UsageError(
-            f"checkpoint.load: not given, and {config.directory} holds no checkpoint; name a checkpoint or a run to evaluate"
+            f"checkpoint.load: not given, and {config.directory} holds no checkpoint; name a checkpoint or a run to evaluate, "
+            "or a Hugging Face directory as model.path"
         )
     return found
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_rl.collectives import from_model_main, gather_over_data
 from moe_rl.replay import check_rollout_routes
 from moe_rl.rollouts.engine import Request, sample_seed
+from moe_rl.rollouts.stopping import before_stop
 from moe_rl.session import Session
 from moe_rl.stopwatch import Stopwatch
 from moe_rl.tasks import Score, score_response
@@ -39,10 +40,11 @@ def collect(
     """Samples `responses` responses to each problem and scores them (collective). `purpose`, `step` and a response's number
     seed it; `first`: the number of the first one.
 
+    The text that is rewarded is without the token that ended it, and ends before a stop text; the response keeps both.
     routes: have the engine record them. Raises ValueError where it did not, or not rightly.
     """
     groups, tokenizer = session.groups, session.tokenizer
-    prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems]
+    prompts = [session.encoder.prompt(problem) for problem in problems]
     mine = range(len(problems) * responses)[groups.data.rank :: groups.data.size]
     seed = session.config.run.seed
     with watch("rollout"):
@@ -51,7 +53,7 @@ def collect(
         kept = _take_routes(session, mine, requests, sampled) if routes else None
         sampled = [replace(response, routes=None) for response in sampled]  # they are not for every rank
     with watch("reward"):
-        texts = [tokenizer.decode(_without_stop(r.token_ids, sampling)) for r in sampled]
+        texts = [before_stop(tokenizer.decode(_without_stop(r.token_ids, sampling)), sampling.stop) for r in sampled]
         scores = None
         if groups.is_model_main:  # once a model copy: a user's reward may be costly, or not repeat itself
             on_error = session.config.task.on_reward_error

@@ -1,6 +1,6 @@
 """The settings `rollout:`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -20,6 +20,9 @@ class RolloutSection(Section):
         description="what the engine reports under top_p or top_k: of the distribution drawn from, or of the one before",
     )
     stop_token_ids: list[NonNegativeInt] = Field(default=[], description="beside the tokenizer's end of sequence")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], description="texts that end a response: it is rewarded for what stands before"
+    )
     max_batch: PositiveInt = Field(default=1024, description="sequences that generate at once on one data-parallel rank")
 
     @property

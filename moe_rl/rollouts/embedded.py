@@ -13,24 +13,31 @@ from models.routes import UNKNOWN, compact
 from models.stream import FILLER_TOKEN, Stream
 from moe_rl.rollouts.engine import Request
 from moe_rl.rollouts.sampling import draw
+from moe_rl.rollouts.stopping import Decode, StopTexts
 from moe_rl.types import FinishReason, Response, Sampling
 
 
 class EmbeddedEngine:
     """An Engine over `model`. All prompts enter in one pass, then one token a live sequence; finished ones leave the stream."""
 
-    def __init__(self, model: MoEModel, max_batch: int) -> None:
-        """max_batch: sequences that generate at once on one data-parallel rank; bounds the cache."""
-        self.model, self.max_batch = model, max_batch
+    def __init__(self, model: MoEModel, max_batch: int, decode: Decode | None = None) -> None:
+        """max_batch: sequences that generate at once on one data-parallel rank; bounds the cache. decode: the tokenizer's,
+        which Sampling.stop needs."""
+        self.model, self.max_batch, self._decode = model, max_batch, decode
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, *, routes: bool = True) -> list[Response]:
+        stops = None
+        if sampling.stop:
+            if self._decode is None:
+                raise ValueError("Sampling.stop: this engine was made without a tokenizer's decode")
+            stops = StopTexts(sampling.stop, self._decode)
         batches = torch.tensor(-(-len(requests) // self.max_batch), device=self.model.device)
         dist.all_reduce(batches, dist.ReduceOp.MAX)
         responses: list[Response] = []
         with self.model.generating():
             for i in range(int(batches)):
                 part = requests[i * self.max_batch : (i + 1) * self.max_batch]
-                responses += _Generation(self.model, part, sampling, routes).run()
+                responses += _Generation(self.model, part, sampling, stops, routes).run()
         return responses
 
 
@@ -52,8 +59,10 @@ class _Sequence:
 class _Generation:
     """One batch from prompts to responses. `live[i]` is the sequence in cache row i."""
 
-    def __init__(self, model: MoEModel, requests: Sequence[Request], sampling: Sampling, routes: bool) -> None:
-        self.model, self.groups, self.sampling = model, model.groups, sampling
+    def __init__(
+        self, model: MoEModel, requests: Sequence[Request], sampling: Sampling, stops: StopTexts | None, routes: bool
+    ) -> None:
+        self.model, self.groups, self.sampling, self.stops = model, model.groups, sampling, stops
         self.sequences = [
             _Sequence(list(r.prompt_ids), len(r.prompt_ids), _uniforms(r.seed, sampling.max_tokens)) for r in requests
         ]
@@ -125,6 +134,8 @@ class _Generation:
         for row, i in enumerate(self.live):
             sequence = self.sequences[i]
             if sequence.tokens[-1] in self.sampling.stop_token_ids:
+                sequence.finish = "stop"
+            elif self.stops is not None and self.stops.end(sequence.tokens[sequence.prompt :]):
                 sequence.finish = "stop"
             elif sequence.drawn < self.sampling.max_tokens:
                 keep.append(row)

@@ -5,8 +5,9 @@ from typing import Any
 
 from moe_rl.config import TaskSection
 from moe_rl.config_errors import near, show
-from moe_rl.tasks import addition, jsonl, reasoning_gym, reversal, user
-from moe_rl.tasks.prompts import check_prompts
+from moe_rl.tasks import addition, files, reasoning_gym, reversal, user
+from moe_rl.tasks.encoding import Encoder, build_encoder, check_stops
+from moe_rl.tasks.prompts import check_prompts, example_that_fits, fitting
 from moe_rl.tasks.rewards import RewardError, score_response
 from moe_rl.tasks.task import ProblemSet, Score, Task, check_task, fingerprint
 from moe_rl.tasks.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, build_tokenizer, check_vocab
@@ -15,26 +16,32 @@ from parallel.errors import UsageError
 __all__ = [
     "TASKS",
     "ByteTokenizer",
+    "Encoder",
     "HFTokenizer",
     "ProblemSet",
     "RewardError",
     "Score",
     "Task",
     "Tokenizer",
+    "build_encoder",
     "build_task",
     "build_tokenizer",
     "check_prompts",
+    "check_stops",
     "check_task",
     "check_vocab",
+    "example_that_fits",
     "fingerprint",
+    "fitting",
     "score_response",
 ]
 
 TASKS: dict[str, Callable[[TaskSection], Any]] = {
     "addition": addition.build,
     "reversal": reversal.build,
-    "jsonl": jsonl.build,
+    "file": files.build,
 }
+_FILE = ("file", "jsonl")  # the second is its name from when it read nothing else, which runs still have
 
 
 def build_task(section: TaskSection, *, trains: bool = True) -> Task:
@@ -44,10 +51,12 @@ def build_task(section: TaskSection, *, trains: bool = True) -> Task:
     user's that is none.
     """
     _check_file_keys(section)
-    if trains and section.name == "jsonl" and section.train_path is None:
-        raise UsageError("task.train_path: missing; task.name=jsonl reads its problems from it")
+    if trains and section.name in _FILE and section.train_path is None:
+        raise UsageError(f"task.train_path: missing; task.name={section.name} reads its problems from it")
     if section.name in TASKS:
         build = TASKS[section.name]
+    elif section.name in _FILE:
+        build = files.build
     elif section.name.startswith(reasoning_gym.PREFIX):
         build = reasoning_gym.build
     elif ":" in section.name:
@@ -59,10 +68,7 @@ def build_task(section: TaskSection, *, trains: bool = True) -> Task:
 
 
 def _check_file_keys(section: TaskSection) -> None:
-    for key, value, default in (
-        ("train_path", section.train_path, None),
-        ("eval_path", section.eval_path, None),
-        ("scorer", section.scorer, "exact"),
-    ):
-        if section.name != "jsonl" and value != default:
-            raise UsageError(f"task.{key}={show(value)}: only task.name=jsonl reads it; remove it")
+    for key in ("train_path", "eval_path", "scorer", "prompt_column", "answer_column"):
+        value = getattr(section, key)
+        if section.name not in _FILE and value != type(section).model_fields[key].default:
+            raise UsageError(f"task.{key}={show(value)}: only task.name=file reads it; remove it")

@@ -1,4 +1,4 @@
-"""The last number of a text, exactly, as a person would read it."""
+"""The number that a text ends in or marks as its answer, exactly, as a person would read it."""
 
 import re
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ _NUMBER = re.compile(
     rf"(?:(?:(?P<whole>{_WHOLE}) )?(?P<top>{_WHOLE}) ?/ ?(?P<bottom>{_WHOLE})(?![0-9]|\.[0-9])|(?P<decimal>{_DECIMAL}))"
     r"(?P<percent> ?\\?%)?"
 )
+_MARKED = re.compile(r"####[ \t]*(\S.*?)[ \t.]*$", re.MULTILINE)  # GSM8K: `#### 72`, at the end of a line
 _LONGEST = 400  # digits; longer ones are noise, and slow
 
 
@@ -44,6 +45,22 @@ def last_number(text: str) -> Number | None:
     else:
         value = parts["whole"] + parts["top"] / parts["bottom"]
     return Number(-value if last["sign"] == "-" else value, percent=last["percent"] is not None)
+
+
+def answered_number(text: str) -> Number | None:
+    """The number on the last line that ends with `####` and a number, as GSM8K marks an answer, whatever follows it; without
+    such a line the last number. `#### 2. Next` is a heading."""
+    for marked in reversed(_MARKED.findall(text)):
+        found = _NUMBER.fullmatch(marked.replace("\N{MINUS SIGN}", "-"))
+        if found and (number := last_number(marked)):
+            return number
+    return last_number(text)
+
+
+def after_mark(text: str) -> str:
+    """What stands behind `####` on a text's last line, where that begins so, else the text."""
+    last = text.rstrip().rpartition("\n")[2].lstrip()
+    return last.removeprefix("####").strip() if last.startswith("####") else text
 
 
 def equal(ours: Number, theirs: Number) -> bool:

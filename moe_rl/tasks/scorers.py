@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_rl.config_errors import near
 from moe_rl.tasks.importing import import_function
-from moe_rl.tasks.numeric import equal, last_number
+from moe_rl.tasks.numeric import after_mark, answered_number, equal
 from moe_rl.tasks.task import Scored
 from moe_rl.tasks.untrusted import time_limit
 from parallel.errors import UsageError
@@ -41,11 +41,12 @@ def exact(response: str, answer: str) -> float:
 
 
 def numeric(response: str, answer: str) -> float:
-    """1 if the last number of the response equals the last number of the answer (numeric.py says how), else 0.
+    """1 if the number that the response ends in equals the one that the answer ends in (numeric.py says how), else 0.
 
-    So an answer may be worked out before its number, as in GSM8K: `... #### 72`.
+    So an answer may be worked out before its number. On either side a line `#### 72`, as in GSM8K, is the answer whatever
+    follows it.
     """
-    ours, theirs = last_number(response), last_number(answer)
+    ours, theirs = answered_number(response), answered_number(answer)
     return float(ours is not None and theirs is not None and equal(ours, theirs))
 
 
@@ -54,11 +55,11 @@ def _build_exact() -> Scorer:
 
 
 def _build_numeric() -> Scorer:
-    return Scorer(numeric, lambda answer: None if last_number(answer) else "must contain a number for task.scorer=numeric")
+    return Scorer(numeric, lambda answer: None if answered_number(answer) else "must contain a number for task.scorer=numeric")
 
 
 def _build_math_verify() -> Scorer:
-    """1 if math-verify finds the response equal to the answer, one expression with or without $...$.
+    """1 if math-verify finds the response equal to the answer, one expression with or without $...$, alone or behind `####`.
 
     A comparison that takes over 5 seconds counts as unequal, where time_limit works.
     """
@@ -71,6 +72,7 @@ def _build_math_verify() -> Scorer:
 
     @lru_cache(maxsize=4096)
     def parse_answer(answer: str) -> list[Any]:
+        answer = after_mark(answer)
         marked = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"  # unmarked, 2x+3 reads as its last number
         return parse(marked, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 

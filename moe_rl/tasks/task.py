@@ -84,7 +84,8 @@ def fingerprint(task: Task) -> str:
     """Hexadecimal digest of every problem of both splits in order: equal in two processes only if their tasks are."""
     digest = hashlib.sha256()
     for problem in (*task.train, *task.heldout):
-        digest.update(repr((problem.id, problem.prompt, problem.answer)).encode("utf-8", "surrogatepass"))
+        parts = (problem.id, problem.prompt, problem.answer, problem.messages, problem.reply)
+        digest.update(repr(parts).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """Samples in some layout and recomputes what was sampled: tokens, log-probabilities and routes, by global sequence."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from parallel.runtime import Runtime
 from tests.distributed.passes import Case, _routes, built, streams_here
 
 
+def letters(ids: Sequence[int]) -> str:
+    """A text of one letter a token, of few kinds, so that a stop text of three turns up."""
+    return "".join("abcd"[i % 4] for i in ids)
+
+
 def generated(runtime: Runtime, cases: list[tuple[Case, Sampling]]) -> list[dict[str, Any]]:
     return [_generate(runtime, case, sampling) for case, sampling in cases]
 
@@ -24,7 +30,7 @@ def _generate(runtime: Runtime, case: Case, sampling: Sampling, count: int = 11)
         mine = list(range(count))[model.groups.data.rank :: model.groups.data.size]
         if model.groups.data.rank == 1:
             mine = mine[:2]  # ends early, while the others go on
-        engine = EmbeddedEngine(model, max_batch=case.budget)
+        engine = EmbeddedEngine(model, case.budget, letters)
         requests = [Request(prompts[i], sample_seed(case.seed, "test", 0, i)) for i in mine]
         here = dict(zip(mine, engine.generate(requests, sampling), strict=True))
         gathered: list[Any] = [None] * dist.get_world_size()

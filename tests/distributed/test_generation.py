@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from moe_rl.types import Sampling
-from tests.distributed.generation import generated
+from tests.distributed.generation import generated, letters
 from tests.distributed.passes import Case
 from tests.distributed.ranks import run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
 STOP = frozenset(range(16))
-SAMPLINGS = [Sampling(20, 1.0, stop_token_ids=STOP), Sampling(20, 0.7, stop_token_ids=STOP)]
+SAMPLINGS = [Sampling(20, 1.0, stop_token_ids=STOP), Sampling(20, 0.7, stop_token_ids=STOP, stop=("abc", "dd"))]
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"tensor": 2},
@@ -47,15 +47,20 @@ def check(got: dict[str, Any], alone: dict[str, Any], name: object) -> None:
 
 
 def test_one_process(alone: list[dict[str, Any]]) -> None:
+    texts = 0
     cut = run_on_ranks(generated, 1, [(Case(budget=3), sampling) for sampling in SAMPLINGS])[0]
-    for got, whole in zip(cut, alone, strict=True):
+    for got, whole, sampling in zip(cut, alone, SAMPLINGS, strict=True):
         check(whole, whole, "alone")
         check(got, whole, "three at a time")  # the same prompt and seed: the same response, whatever else is in the batch
         for i, tokens in whole["tokens"].items():
-            stopped = tokens[-1] in STOP
+            said = any(stop in letters(tokens) for stop in sampling.stop)
+            assert not any(stop in letters(tokens[:-1]) for stop in sampling.stop)
+            stopped = tokens[-1] in STOP or said
             assert not STOP & set(tokens[:-1]) and (stopped or len(tokens) == 20)
+            texts += said
             assert whole["finish"][i] == ("stop" if stopped else "length")
     assert alone[0]["tokens"] != alone[1]["tokens"]
+    assert texts > 2  # responses that a stop text ended
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -43,7 +43,7 @@ def test_building_a_task_imports_neither_torch_nor_the_optional_packages() -> No
     [
         (
             "adition",
-            "choose addition, reversal, jsonl, reasoning_gym:NAME, MODULE:FUNCTION; did you mean addition?",
+            "choose addition, reversal, file, reasoning_gym:NAME, MODULE:FUNCTION; did you mean addition?",
         ),
         ("reasoning_gym", "did you mean reasoning_gym:NAME?"),
         ("zzz", "task.name=zzz: unknown; choose addition"),
@@ -59,9 +59,11 @@ def test_an_unknown_name_is_refused_with_the_near_one(name: str, text: str) -> N
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"scorer": "numeric"}, "task.scorer=numeric: only task.name=jsonl reads it"),
+        ({"scorer": "numeric"}, "task.scorer=numeric: only task.name=file reads it"),
         ({"train_path": Path("a.jsonl")}, "task.train_path"),
         ({"eval_path": Path("a.jsonl")}, "task.eval_path"),
+        ({"prompt_column": "q"}, "task.prompt_column=q: only task.name=file reads it"),
+        ({"answer_column": "a"}, "task.answer_column"),
     ],
 )
 def test_a_key_that_the_task_would_ignore_is_refused(keys: dict[str, Any], text: str) -> None:

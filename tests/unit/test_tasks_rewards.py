@@ -5,10 +5,12 @@ import re
 
 import pytest
 
-from moe_rl.tasks import ByteTokenizer, ProblemSet, RewardError, Score, check_prompts, score_response
+from moe_rl.config import TaskSection
+from moe_rl.tasks import ByteTokenizer, Encoder, ProblemSet, RewardError, Score, check_prompts, score_response
 from moe_rl.types import Problem
 from parallel.errors import UsageError
 
+BYTES = Encoder(ByteTokenizer(), TaskSection())
 ONE, TWO = Problem("t/0", "1+1=", "2"), Problem("h/0", "2+2=", "4")
 
 
@@ -97,9 +99,9 @@ def test_a_stop_from_the_keyboard_is_no_broken_reward() -> None:
 
 def test_the_longest_prompt_may_just_fit() -> None:
     task = ProblemSet([ONE, Problem("t/1", "ä" * 5, "")], [TWO], lambda text, problem: 1.0)
-    assert check_prompts(task, ByteTokenizer(), max_positions=16, max_response_tokens=6) == 10  # two bytes an ä
+    assert check_prompts(task, BYTES, max_positions=16, max_response_tokens=6) == 10  # two bytes an ä
     with pytest.raises(UsageError) as caught:
-        check_prompts(task, ByteTokenizer(), max_positions=15, max_response_tokens=6)
+        check_prompts(task, BYTES, max_positions=15, max_response_tokens=6)
     assert str(caught.value) == (
         "problem t/1: its prompt of 10 tokens and rollout.max_response_tokens=6 exceed model.max_positions=15; "
         "raise model.max_positions to 16, lower rollout.max_response_tokens, or leave long prompts out"
@@ -109,11 +111,11 @@ def test_the_longest_prompt_may_just_fit() -> None:
 def test_a_held_out_prompt_that_does_not_fit_is_found_too() -> None:
     task = ProblemSet([ONE], [Problem("h/7", "x" * 20, "")], lambda text, problem: 1.0)
     with pytest.raises(UsageError, match="problem h/7"):
-        check_prompts(task, ByteTokenizer(), max_positions=20, max_response_tokens=1)
+        check_prompts(task, BYTES, max_positions=20, max_response_tokens=1)
 
 
 def test_no_prompts_and_a_prompt_without_tokens_are_refused() -> None:
     with pytest.raises(UsageError, match="no heldout prompts"):
-        check_prompts(ProblemSet([ONE], [], lambda text, problem: 1.0), ByteTokenizer(), 64, 8)
+        check_prompts(ProblemSet([ONE], [], lambda text, problem: 1.0), BYTES, 64, 8)
     with pytest.raises(UsageError, match="problem t/9: its prompt '' has no tokens"):
-        check_prompts(ProblemSet([Problem("t/9", "", "1")], [TWO], lambda text, problem: 1.0), ByteTokenizer(), 64, 8)
+        check_prompts(ProblemSet([Problem("t/9", "", "1")], [TWO], lambda text, problem: 1.0), BYTES, 64, 8)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_hugging_face_directory(directory: Path) -> None:
     tokenizer = build_tokenizer(str(directory))
-    assert (tokenizer.name, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == ("words", 1, 1, 10)
+    assert (tokenizer.name, tokenizer.eos_id, tokenizer.stop_ids, tokenizer.vocab_size) == ("words", 1, {1}, 10)
     assert tokenizer.encode("a b zz .") == [3, 4, 2, 9]
     assert tokenizer.encode_prompt("a b") == [0, 3, 4]
     assert tokenizer.encode("") == []
@@ -87,13 +88,60 @@ def test_a_config_alone_is_no_tokenizer(tmp_path: Path) -> None:
         HFTokenizer(tmp_path)
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path, directory: Path) -> None:
+@pytest.mark.parametrize("unknown", ["?", None])
+def test_a_vocabulary_without_the_letter_a_and_without_a_token_for_the_unknown(tmp_path: Path, unknown: str | None) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "x": 1, "y": 2, "?": 3}, unk_token=unknown))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A <s>", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>").save_pretrained(tmp_path / "t")
+    tokenizer = HFTokenizer(tmp_path / "t")
+    assert tokenizer.encode_prompt("y x") == [0, 2, 1]  # what stands in front, not what closes a text
+    if unknown:
+        assert tokenizer.encode("a") == [3]
+    else:
+        with pytest.raises(UsageError, match=r"model.tokenizer=.*: cannot encode 'x a': "):
+            tokenizer.encode("x a")
+
+
+def test_a_tokenizer_may_have_no_end_or_take_it_from_the_generation_config(tmp_path: Path, directory: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config.pop("eos_token")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="has no end-of-sequence token"):
-        HFTokenizer(tmp_path)
+    tokenizer = HFTokenizer(tmp_path)
+    assert (tokenizer.eos_id, tokenizer.stop_ids) == (None, frozenset())
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": [9, 5]}')
+    tokenizer = HFTokenizer(tmp_path)
+    assert (tokenizer.eos_id, tokenizer.stop_ids) == (9, {5, 9})
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"), [('{"eos_token_id": 5}', {1, 5}), ('{"eos_token_id": null}', {1}), ('{"top_k": 20}', {1})]
+)
+def test_ends_of_the_generation_config_come_on_top(tmp_path: Path, directory: Path, text: str, ids: set[int]) -> None:
+    path = shutil.copytree(directory, tmp_path / "copy")
+    (path / "generation_config.json").write_text(text)
+    tokenizer = HFTokenizer(path)
+    assert (tokenizer.eos_id, tokenizer.stop_ids) == (1, ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("{", "generation_config.json cannot be read: Expecting property name"),
+        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id=</s>: must be token ids"),
+        ('{"eos_token_id": [1, -1]}', "eos_token_id=[1, -1]: must be token ids"),
+    ],
+)
+def test_a_generation_config_that_is_none_is_named(tmp_path: Path, directory: Path, text: str, shown: str) -> None:
+    path = shutil.copytree(directory, tmp_path / "copy")
+    (path / "generation_config.json").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(shown)):
+        HFTokenizer(path)
 
 
 def test_a_model_needs_a_row_for_every_id() -> None:
