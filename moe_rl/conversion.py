@@ -1,6 +1,9 @@
 """The commands `moe-rl import` and `moe-rl export`."""
 
 import contextlib
+import json
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,15 +34,36 @@ def export_command(source: Path, target: Path, like: Path | None, dtype: str | N
     """Writes the directory `target`. Raises UsageError for anything that is wrong with either."""
     import torch
 
-    from models.convert.exporting import export_directory
+    from models.convert.exporting import export_directory, has_kept
+    from models.convert.files import MODEL
 
     checkpoint = checkpoint_paths.find(source, "CKPT")
     kind = getattr(torch, dtype) if dtype else None
-    with _shown("export") as progress:
+    with contextlib.ExitStack() as stack, _shown("export") as progress:
+        if like is None and not has_kept(checkpoint) and (checkpoint / MODEL).exists():
+            like = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-rl-")))
+            _describe_as_qwen3(checkpoint, like)
         done = export_directory(checkpoint, target, like=like, dtype=kind, shard_bytes=shard_gb * 10**9, progress=progress)
     same = "" if done.unchanged is None else f"; {done.unchanged} of them are as they were imported"
     _print(f"{_count(done)} from {checkpoint} in {target}{same}")
     return 0
+
+
+def _describe_as_qwen3(checkpoint: Path, directory: Path) -> None:
+    """Configuration and tokenizer for a model that was made here."""
+    from models.config import ModelConfig
+    from models.convert.files import MODEL, small_files
+    from models.convert.native import qwen3_config
+    from moe_rl.tasks import ByteTokenizer
+
+    model = ModelConfig.model_validate_json((checkpoint / MODEL).read_text())
+    (directory / "config.json").write_text(json.dumps(qwen3_config(model)))
+    if model.tokenizer is None:
+        ByteTokenizer().save(directory)
+        return
+    for path in small_files(Path(model.tokenizer)):
+        if path.name != "config.json":
+            shutil.copyfile(path, directory / path.name)
 
 
 def _count(done: Converted) -> str:

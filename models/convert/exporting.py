@@ -103,12 +103,17 @@ def _plan(source: Path, like: Path | None, dtype: torch.dtype | None) -> _Plan:
     return _Plan(origin, reader, pieces, kinds)
 
 
+def has_kept(source: Path) -> bool:
+    """Whether a checkpoint has the configuration of the Hugging Face model that it was made from."""
+    return (source / HUGGINGFACE / "config.json").exists()
+
+
 def _kept(source: Path) -> Path:
     kept = source / HUGGINGFACE
-    if not (kept / "config.json").exists():
+    if not has_kept(source):
         raise UsageError(
             f"CKPT={source}: was not made from a Hugging Face model, so it has no config.json and no tokenizer; name a "
-            "directory of the same model with --like"
+            "directory of such a model with --like"
         )
     return kept
 

@@ -10,6 +10,7 @@ from typing import Any
 from models.config import ModelConfig
 from models.convert.families import FAMILIES, Family
 from models.convert.pieces import PieceMap
+from models.convert.quantised import Dequantised
 from models.convert.safetensors_reader import Reader
 from models.convert.shapes import Shape, global_shapes
 from models.convert.storage import Source
@@ -56,8 +57,9 @@ def describe(directory: Path, key: str = "model.path") -> Description:
 
 
 def open_tensors(description: Description) -> Source:
-    """The directory's tensors."""
-    return Reader(description.directory)
+    """The directory's tensors; those that are quantised as the bfloat16 ones that they stand for."""
+    reader, quantisation = Reader(description.directory), getattr(description.hf, "quantization_config", None)
+    return reader if quantisation is None else Dequantised(reader, quantisation)
 
 
 def piece_map(description: Description, model: ModelConfig) -> PieceMap:

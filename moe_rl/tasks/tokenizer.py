@@ -74,6 +74,22 @@ class ByteTokenizer:
     def render(self, messages: Sequence[Message], generation: bool, options: Mapping[str, Any]) -> str:
         raise NotImplementedError("bytes have no chat template")
 
+    def save(self, directory: Path) -> None:
+        """Writes the same tokenizer as a Hugging Face one."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        letters = bytes_to_unicode()  # every byte as a printable letter, which is how byte-level tokenizers write them
+        vocabulary = {"<pad>": self.pad_id, "<s>": self.bos_id, "</s>": self.eos_id}
+        inner = Tokenizer(models.BPE(vocabulary | {letters[byte]: byte + self._first for byte in range(256)}, merges=[]))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
+        inner.decoder = decoders.ByteLevel()  # pyright: ignore
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+        )
+        tokenizer.save_pretrained(directory)
+
 
 class HFTokenizer:
     """A tokenizer that transformers loads from a local directory; nothing is downloaded and no code of it is run.
