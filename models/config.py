@@ -40,7 +40,7 @@ class ModelConfig(BaseModel):
     tie_embeddings: bool = False
     init_std: PositiveFloat = 0.02
     tokenizer: str | None = Field(
-        default=None, description="directory with a Hugging Face tokenizer; none: that of model.path, else bytes"
+        default=None, description="directory with a Hugging Face tokenizer, or bytes; none: that of model.path, else bytes"
     )
 
     rope_base: PositiveFloat = 10000.0

@@ -58,7 +58,7 @@ def _describe_as_qwen3(checkpoint: Path, directory: Path) -> None:
 
     model = ModelConfig.model_validate_json((checkpoint / MODEL).read_text())
     (directory / "config.json").write_text(json.dumps(qwen3_config(model)))
-    if model.tokenizer is None:
+    if model.tokenizer in (None, ByteTokenizer.name):
         ByteTokenizer().save(directory)
         return
     for path in small_files(Path(model.tokenizer)):

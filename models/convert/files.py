@@ -24,11 +24,6 @@ def huggingface_directory(path: Path) -> Path:
     return inside if not (path / "config.json").exists() and (inside / "config.json").exists() else path
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Whether there is a tokenizer that transformers can read."""
-    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-
-
 def small_files(directory: Path) -> list[Path]:
     """Configuration, tokenizer, chat template and code: all that is no weight."""
     return sorted({path for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file()})
