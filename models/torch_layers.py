@@ -145,7 +145,7 @@ class StackedExperts(SequentialMLP):
         gate, up = both.chunk(2, dim=-1)
         if (bound := self.config.activation_func_clamp_value) is not None:
             gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
-        return self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
+        return self.config.activation_func(gate) * (up + offset if (offset := self.config.glu_linear_offset) else up)
 
 
 class TorchBackend(LocalSpecProvider):
