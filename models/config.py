@@ -61,6 +61,7 @@ class ModelConfig(BaseModel):
     kv_lora_rank: PositiveInt | None = Field(default=None, description="latent attention (DeepSeek): rank of keys and values")
     q_lora_rank: PositiveInt | None = Field(default=None, description="latent attention: rank of queries; none: full")
     rope_head_dim: NonNegativeInt = Field(default=0, description="latent attention: a head's part that carries the position")
+    latent_norm_epsilon: PositiveFloat = Field(default=1e-6, description="latent attention: of the norms within it")
     v_head_dim: PositiveInt | None = Field(default=None, description="latent attention: size of a head's value")
 
     activation: Literal["silu", "quick_gelu"] = Field(default="silu", description="of the gate in every MLP")
