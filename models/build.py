@@ -71,7 +71,7 @@ def transformer_config(model: ModelConfig, groups: Groups) -> Any:
         bf16=model.dtype == "bfloat16",
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
-        qk_layernorm=model.qk_norm or model.latent,
+        qk_layernorm=model.q_lora_rank is not None if model.latent else model.qk_norm,
         add_bias_linear=model.bias,
         add_qkv_bias=model.qkv_bias,
         gated_linear_unit=True,

@@ -18,7 +18,7 @@ from torch import Tensor
 from models.attention import Scheme, attend
 from models.config import ModelConfig
 from models.stream import Stream
-from models.torch_layers import SpanRMSNorm, router
+from models.torch_layers import FullQueries, SpanRMSNorm, router
 
 Norm: Any = TENorm
 
@@ -69,6 +69,9 @@ def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> M
     if model.qk_norm_span == "all" and model.qk_norm:
         attention.q_layernorm = partial(SpanRMSNorm, heads=model.heads)
         attention.k_layernorm = partial(SpanRMSNorm, heads=model.kv_heads)
+    if model.latent and model.q_lora_rank is None:
+        submodules.self_attention.module, attention.kv_layernorm = FullQueries, TENorm
+        submodules.sharded_state_dict_keys_map = {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"}
     if is_moe:
         submodules.mlp.keywords["submodules"].router = router(model)
     return spec

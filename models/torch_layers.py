@@ -1,5 +1,6 @@
 """The layers where Transformer Engine is absent: Megatron's, with norms, experts and attention of torch alone."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,19 @@ class SpanRMSNorm(MegatronModule):
             sharded_offsets,
             tp_group=self.group,
             dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class FullQueries(MLASelfAttention):
+    """Latent attention whose queries are of full rank and have no norm, as in DeepSeek-V2-Lite.
+
+    Megatron 0.19.2 has a norm before both projections or before neither, so the one of keys and values is added here.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: Any, **settings: Any) -> None:
+        super().__init__(config, replace(submodules, kv_layernorm=IdentityOp), **settings)
+        self.kv_layernorm = submodules.kv_layernorm(
+            hidden_size=self.config.kv_lora_rank, config=self.config, eps=self.config.layernorm_epsilon
         )
 
 
@@ -166,7 +180,7 @@ def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> M
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_latent_attention(backend) if model.latent else _attention(model, backend),
+            self_attention=_latent_attention(model, backend) if model.latent else _attention(model, backend),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
@@ -197,8 +211,8 @@ def _attention(model: ModelConfig, backend: Any) -> ModuleSpec:
     return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
-def _latent_attention(backend: Any) -> ModuleSpec:
-    column = backend.column_parallel_linear()
+def _latent_attention(model: ModelConfig, backend: Any) -> ModuleSpec:
+    column, full = backend.column_parallel_linear(), model.q_lora_rank is None
     submodules: Any = MLASelfAttentionSubmodules(
         linear_q_proj=column,
         linear_q_down_proj=column,
@@ -207,7 +221,8 @@ def _latent_attention(backend: Any) -> ModuleSpec:
         linear_kv_up_proj=column,
         core_attention=backend.core_attention(),
         linear_proj=backend.row_parallel_linear(),
-        q_layernorm=RMSNorm,
+        q_layernorm=IdentityOp if full else RMSNorm,
         kv_layernorm=RMSNorm,
     )
-    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+    module = FullQueries if full else MLASelfAttention
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
