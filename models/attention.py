@@ -53,7 +53,7 @@ class StreamAttention(MegatronModule):
         """query [T, 1, heads, d], key and value [T, 1, groups, d], or all without the 1 -> [T, 1, heads * d]."""
         flat = [t[:, 0] if t.dim() == 4 else t for t in (query, key, value)]
         scheme = Scheme(self.softmax_scale, self.window, self.softmax_offset)
-        return attend(packed_seq_params, self.layer_number, *flat, scheme)[:, None]
+        return attend(packed_seq_params, self.layer_number, flat[0], flat[1], flat[2], scheme)[:, None]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """The sinks, split over the tensor ranks as the heads are."""

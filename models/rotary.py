@@ -47,11 +47,12 @@ def frequencies(model: ModelConfig) -> tuple[Tensor, float]:
     size = model.rope_head_dim if model.latent else int(model.head_dim * model.rope_fraction)
     if model.rope_scaling is None:
         return 1.0 / model.rope_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
-    from transformers import PreTrainedConfig
+    from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {"rope_theta": model.rope_base, **model.rope_scaling}
-    config: Any = PreTrainedConfig(rope_parameters=parameters, max_position_embeddings=model.max_positions)
+    config: Any = PreTrainedConfig()
+    config.rope_parameters, config.max_position_embeddings = parameters, model.max_positions
     config.head_dim, config.hidden_size, config.num_attention_heads = size, model.hidden, model.heads
     return ROPE_INIT_FUNCTIONS[model.rope_scaling["rope_type"]](config, torch.device("cpu"))
 

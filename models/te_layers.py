@@ -32,8 +32,8 @@ class StreamTEAttention(TEDotProductAttention):  # pyright: ignore[reportGeneral
         """query [T, 1, heads, d], key and value [T, 1, groups, d], or all without the 1 -> [T, 1, heads * d]."""
         stream, flat = packed_seq_params, [t[:, 0] if t.dim() == 4 else t for t in (query, key, value)]
         if stream.cache is not None:
-            return attend(stream, self.layer_number, *flat, self._scheme)[:, None]
-        out = super().forward(*flat, attention_mask, packed_seq_params=_as_thd(stream), **kwargs)
+            return attend(stream, self.layer_number, flat[0], flat[1], flat[2], self._scheme)[:, None]
+        out = super().forward(flat[0], flat[1], flat[2], attention_mask, packed_seq_params=_as_thd(stream), **kwargs)
         return out.reshape(stream.size, 1, -1)
 
     def __init__(self, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:

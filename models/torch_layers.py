@@ -53,7 +53,8 @@ class SpanRMSNorm(MegatronModule):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, **_: Any) -> None:
         super().__init__(config=config)
-        self.group, self.width = get_tensor_model_parallel_group(), heads * hidden_size
+        self.group: Any = get_tensor_model_parallel_group()
+        self.width = heads * hidden_size
         self.weight = torch.nn.Parameter(torch.empty(self.width // self.group.size(), dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
@@ -135,17 +136,19 @@ class StackedExperts(SequentialMLP):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         fc1, fc2, biases = self.stacked or self._stack()
         ends = tokens_per_expert.to(permuted_local_hidden_states.device).cumsum(0).int()
+        scale = permuted_probs[:, None]
         both = F.grouped_mm(permuted_local_hidden_states, fc1, offs=ends)
-        if biases is not None:
-            expert = torch.repeat_interleave(torch.arange(len(ends), device=ends.device), ends.diff(prepend=ends.new_zeros(1)))
-            both = both + biases[0][expert]
+        if biases is None:
+            return F.grouped_mm((self._gated(both) * scale).to(both.dtype), fc2, offs=ends), None
+        expert = torch.repeat_interleave(torch.arange(len(ends), device=ends.device), ends.diff(prepend=ends.new_zeros(1)))
+        middle = (self._gated(both + biases[0][expert]) * scale).to(both.dtype)
+        return (F.grouped_mm(middle, fc2, offs=ends) + biases[1][expert] * scale).to(both.dtype), None
+
+    def _gated(self, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         if (bound := self.config.activation_func_clamp_value) is not None:
             gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
-        scale = permuted_probs[:, None]
-        middle = (self.config.activation_func(gate) * (up + self.config.glu_linear_offset) * scale).to(gate.dtype)
-        out = F.grouped_mm(middle, fc2, offs=ends)
-        return (out if biases is None else (out + biases[1][expert] * scale).to(out.dtype)), None
+        return self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
 
 
 class TorchBackend(LocalSpecProvider):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from models.convert.files import keep_with
 from models.model import MoEModel
 from models.optimizer import Optimizer
 from models.transformer import Transformer
@@ -66,7 +67,7 @@ def save(
         if critic is not None:
             yield CRITIC, _trained(*critic)
 
-    _write(target, states())
+    _write(target, states(), model)
     if dist.get_rank() == 0:
         if pinned:
             (target / _PINNED).touch()
@@ -78,7 +79,7 @@ def save(
 
 def save_weights(path: Path, model: MoEModel) -> None:
     """Weights alone, for `load_weights` (collective)."""
-    _write(path, [("", _weights(model))])
+    _write(path, [("", _weights(model))], model)
 
 
 def load_weights(path: Path, model: MoEModel) -> None:
@@ -143,9 +144,9 @@ def _random_state() -> Any:
     return {"torch": ShardedObject("random/torch", torch.get_rng_state(), (ranks,), (rank,), replica_id=0)}
 
 
-def _write(target: Path, states: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Each state into its folder of `target` ("": itself): beside its place, then all renamed together; what is there under
-    that name is replaced."""
+def _write(target: Path, states: Iterable[tuple[str, dict[str, Any]]], model: MoEModel) -> None:
+    """Each state into its folder of `target` ("": itself), and what `model` is: beside its place, then all renamed together;
+    what is there under that name is replaced."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -161,6 +162,7 @@ def _write(target: Path, states: Iterable[tuple[str, dict[str, Any]]]) -> None:
         dist_checkpointing.save(state, str(part / folder), content_metadata={"ranks": dist.get_world_size()})
         dist.barrier()
     if dist.get_rank() == 0:
+        keep_with(part, model.config)
         if target.exists():
             shutil.rmtree(target)
         part.rename(target)

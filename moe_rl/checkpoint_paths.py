@@ -32,6 +32,8 @@ def find(path: Path, key: str = "checkpoint.load") -> Path:
     for directory in (path, path / "checkpoints"):
         if directory.is_dir() and (found := newest(directory)):
             return found
+    if (path / "config.json").exists():
+        raise UsageError(f"{key}={path}: is a Hugging Face directory; name it as model.path, or moe-rl import it first")
     raise UsageError(f"{key}={path}: holds no complete checkpoint; name a run, its checkpoints/, or a step_NNNNNN in it")
 
 

@@ -37,6 +37,18 @@ examples:
 
 Figures with standard errors go to RUN/eval/NAME.json, every response to RUN/eval/NAME.jsonl; nothing else of RUN is touched."""
 
+_IMPORT_EXAMPLES = """\
+examples:
+  moe-rl import Qwen3-30B-A3B checkpoints/qwen3_30b            every tensor is read back and compared
+  moe-rl train run.yaml checkpoint.load=checkpoints/qwen3_30b model.path=checkpoints/qwen3_30b
+  moe-rl train run.yaml model.path=Qwen3-30B-A3B               (the same without an import of its own)"""
+
+_EXPORT_EXAMPLES = """\
+examples:
+  moe-rl export runs/rl Qwen3-30B-A3B-rl                       the newest checkpoint of a run
+  moe-rl export runs/rl/checkpoints/step_000100 out --dtype bfloat16
+  moe-rl export checkpoints/mine out --like Qwen3-30B-A3B      configuration and tokenizer from there"""
+
 _DRIFT_EXAMPLES = """\
 examples:
   moe-rl drift runs/quickstart                   tables here, data in runs/quickstart/drift/*.csv
@@ -90,6 +102,15 @@ def _parser() -> _Parser:
         command.add_argument(
             "overrides", metavar="key=value", nargs="*", default=[], help="settings above the file's, by dotted key"
         )
+    command = _add_command(commands, "import", "a Hugging Face directory to a checkpoint", _IMPORT_EXAMPLES, _import)
+    command.add_argument("source", metavar="HF_DIR", type=Path, help="with config.json and *.safetensors")
+    command.add_argument("target", metavar="CKPT", type=Path, help="directory that is made")
+    command = _add_command(commands, "export", "a checkpoint to a Hugging Face directory", _EXPORT_EXAMPLES, _export)
+    command.add_argument("source", metavar="CKPT", type=Path, help="a run, its checkpoints/, or a checkpoint")
+    command.add_argument("target", metavar="HF_DIR", type=Path, help="directory that is made")
+    command.add_argument("--like", metavar="DIR", type=Path, help="whose configuration and tokenizer (default: the origin's)")
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all tensors (default: as in the checkpoint)")
+    command.add_argument("--shard-gb", metavar="GB", type=_positive, default=5, help="size of a file (default 5)")
     command = _add_command(commands, "drift", "how routing moved: tables from metrics and traces", _DRIFT_EXAMPLES, _drift)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     command.add_argument("--last", metavar="N", type=_positive, default=10, help="steps that are averaged (default 10)")
@@ -128,6 +149,18 @@ def _positive(text: str) -> int:
     if not value:
         raise argparse.ArgumentTypeError(f"{text}: must be an integer of at least 1")
     return value
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from moe_rl.conversion import import_command
+
+    return import_command(arguments.source, arguments.target)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from moe_rl.conversion import export_command
+
+    return export_command(arguments.source, arguments.target, arguments.like, arguments.dtype, arguments.shard_gb)
 
 
 def _drift(arguments: argparse.Namespace) -> int:

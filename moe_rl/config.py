@@ -238,14 +238,15 @@ def dump(config: RunConfig) -> str:
 def _beneath_model(preset: object, path: object) -> dict[str, Any]:
     """What lies beneath the keys of the model section: a preset's values, or those of a Hugging Face directory."""
     if preset is not None and path is not None:
-        raise UsageError(f"model.path={path}: and model.preset={preset} give the same keys; keep one of them")
+        raise UsageError(f"model.path={path}: gives the same keys as model.preset={preset}; keep one (model.preset=null)")
     if preset is not None:
         return _preset(preset)
     if path is None:
         return {}
     if not isinstance(path, str | Path):
         raise UsageError(f"model.path={config_errors.show(path)}: must be a directory with a Hugging Face model")
-    from models.convert.huggingface import describe, has_tokenizer, huggingface_directory
+    from models.convert.files import has_tokenizer, huggingface_directory
+    from models.convert.huggingface import describe
 
     directory = huggingface_directory(Path(path))
     return {**describe(directory).values, **({"tokenizer": str(directory)} if has_tokenizer(directory) else {})}

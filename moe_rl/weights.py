@@ -37,10 +37,10 @@ def evaluated(config: RunConfig) -> Path:
 def load(path: Path, model: "MoEModel") -> None:
     """What `initial` or `evaluated` returned, a checkpoint or a Hugging Face directory, into the model of any layout
     (collective). Raises UsageError where it does not fit."""
-    from models.convert import huggingface
+    from models.convert import live
     from moe_rl import checkpoint
 
     if checkpoint_paths.is_checkpoint(path):
         checkpoint.load_weights(path, model)
     else:
-        huggingface.load(path, model)
+        live.load(path, model)

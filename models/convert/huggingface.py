@@ -5,21 +5,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.config import ModelConfig
 from models.convert.families import FAMILIES, Family
-from models.convert.live import fill
 from models.convert.pieces import PieceMap
-from models.convert.safetensors_reader import Reader, Source
+from models.convert.safetensors_reader import Reader
 from models.convert.shapes import Shape, global_shapes
+from models.convert.storage import Source
 from models.convert.values import common
 from parallel.errors import UsageError
 
-if TYPE_CHECKING:
-    from models.transformer import Transformer
-
-HUGGINGFACE = "huggingface"  # in a checkpoint: config.json and tokenizer of the model that it was made from
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
 
@@ -35,29 +31,6 @@ class Description:
     def values(self) -> dict[str, Any]:
         """Keys of the model section."""
         return {**common(self.hf), **self.family.values(self.hf)}
-
-
-def huggingface_directory(path: Path) -> Path:
-    """What model.path names: a Hugging Face directory, or a checkpoint that has kept what it came from."""
-    inside = path / HUGGINGFACE
-    return inside if not (path / "config.json").exists() and (inside / "config.json").exists() else path
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether there is a tokenizer that transformers can read."""
-    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-
-
-def load(directory: Path, model: "Transformer") -> None:
-    """Weights and buffers of a live model, in any layout: each rank reads its own part of the files, and no more.
-
-    Raises UsageError, on every rank before any weight has changed, where a tensor is missing, unexpected or misshapen.
-    """
-    description = describe(directory)
-    pieces = piece_map(description, model.config)
-    reader = open_tensors(description)
-    check_names(description, pieces, {name: entry.shape for name, entry in reader.names.items()})
-    fill(model.bare, model.groups, pieces, reader.read)
 
 
 def describe(directory: Path, key: str = "model.path") -> Description:

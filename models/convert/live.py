@@ -1,12 +1,27 @@
 """The model of one rank and a Hugging Face directory: each rank reads its own part of the tensors, and no more."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from models.convert.huggingface import check_names, describe, open_tensors, piece_map
 from models.convert.pieces import Index, PieceMap, Read
 from models.initialise import global_shards
+from models.transformer import Transformer
 from parallel.groups import Groups
+
+
+def load(directory: Path, model: Transformer) -> None:
+    """Weights and buffers of a live model, in any layout.
+
+    Raises UsageError, on every rank before any weight has changed, where a tensor is missing, unexpected or misshapen.
+    """
+    description = describe(directory)
+    pieces = piece_map(description, model.config)
+    reader = open_tensors(description)
+    check_names(description, pieces, {name: stored.shape for name, stored in reader.names.items()})
+    fill(model.bare, model.groups, pieces, reader.read)
 
 
 @torch.no_grad()

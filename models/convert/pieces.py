@@ -41,11 +41,17 @@ class Piece:
 
     def within(self, box: Index) -> Self | None:
         """The part of the piece whose target lies in `box` (steps of 1); None where there is none."""
-        overlaps = [_overlap(side, bound) for side, bound in zip(self.target, box, strict=True)]
+        return self._cut([_overlap(side, bound) for side, bound in zip(self.target, box, strict=True)], "target")
+
+    def from_within(self, box: Index) -> Self | None:
+        """The same for its source."""
+        return self._cut([_overlap(side, bound) for side, bound in zip(self.source, box, strict=True)], "source")
+
+    def _cut(self, overlaps: Sequence[range], cut: str) -> Self | None:
         if any(not overlap for overlap in overlaps):
             return None
-        source = _narrow(self.source, overlaps, self.transposed)
-        return replace(self, source=source, target=_narrow(self.target, overlaps, False))
+        source = _narrow(self.source, overlaps, self.transposed and cut == "target")
+        return replace(self, source=source, target=_narrow(self.target, overlaps, self.transposed and cut == "source"))
 
 
 def lengths(index: Index) -> Shape:
@@ -113,28 +119,28 @@ class PieceMap:
         for piece in self.by_key[key]:
             if part := piece.within(box):
                 block = read(part.name, part.source)
-                block = block.mT if piece.transposed else block
-                place = tuple(slice(s.start - b.start, s.stop - b.start, s.step) for s, b in zip(part.target, box, strict=True))
+                block = block.mT if part.transposed else block
+                place = _relative(part.target, box)
                 into[place] = block.reshape(lengths(place)).to(into.dtype)
 
-    def to_hf(self, name: str, read: Read) -> Tensor:
-        """One Hugging Face tensor from Megatron's, which `read` gives."""
-        pieces = self.by_name[name]
+    def to_hf(self, name: str, read: Read, rows: slice | None = None) -> Tensor:
+        """One Hugging Face tensor, or these rows of it, from Megatron's, which `read` gives."""
         shape = self.hf_shape(name)
+        box = (rows or slice(0, shape[0]), *whole(shape[1:]))
         tensor: Tensor | None = None
-        for piece in pieces:
-            block = read(piece.key, piece.target)
-            block = block.reshape(_squeezed(lengths(piece.source), piece.transposed))
-            block = block.mT if piece.transposed else block
-            if tensor is None:
-                tensor = torch.empty(shape, dtype=block.dtype)
-            tensor[piece.source] = block
+        for piece in self.by_name[name]:
+            if part := piece.from_within(box):
+                block, place = read(part.key, part.target), _relative(part.source, box)
+                size = lengths(place)
+                block = block.reshape(*size[:-2], size[-1], size[-2]).mT if part.transposed else block.reshape(size)
+                tensor = torch.empty(lengths(box), dtype=block.dtype) if tensor is None else tensor
+                tensor[place] = block
         assert tensor is not None
         return tensor
 
 
-def _squeezed(shape: Shape, transposed: bool) -> Shape:
-    return (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+def _relative(index: Index, box: Index) -> Index:
+    return tuple(slice(s.start - b.start, s.stop - b.start, s.step) for s, b in zip(index, box, strict=True))
 
 
 def _check_cover(name: str, shape: Shape, blocks: Sequence[Index]) -> None:

@@ -6,41 +6,17 @@ Everything that is wrong with the files is found on opening, from their headers 
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from models.convert.safetensors_headers import Entry, model_entries
+from models.convert.storage import Index, hull, ranges
 from parallel.errors import UsageError
 
-Index = Sequence[slice]
-
 _RUN = 4096  # bytes: runs shorter than this are read together with what lies between them
-
-
-class Stored(Protocol):
-    """What is known of a tensor before it is read."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Source(Protocol):
-    """What a converter reads from: `Reader`, or a view of one.
-
-    read: the tensor, or `tensor[index]` where there is one; slices of trailing dimensions may be left out, steps are positive.
-    """
-
-    @property
-    def names(self) -> Mapping[str, Stored]: ...
-
-    def read(self, name: str, index: Index | None = None) -> Tensor: ...
 
 
 class Reader:
@@ -67,17 +43,17 @@ class Reader:
         cut = ranges(index, entry.shape)
         depth = _depth(entry, cut)
         sizes = [math.prod(entry.shape[i + 1 :]) * entry.dtype.itemsize for i in range(depth + 1)]  # of one row, in bytes
-        first, rows = _hull(cut[depth])
+        first, rows = hull(cut[depth])
         starts = (
             entry.offset + sum(i * size for i, size in zip((*outer, first), sizes, strict=True))
             for outer in itertools.product(*cut[:depth])
         )
         outer_shape = [len(part) for part in cut[:depth]]
-        hull = self._runs(name, entry, starts, rows * sizes[depth], math.prod(outer_shape)).view(entry.dtype)
-        hull = hull.reshape(*outer_shape, rows, *entry.shape[depth + 1 :])
+        read = self._runs(name, entry, starts, rows * sizes[depth], math.prod(outer_shape)).view(entry.dtype)
+        read = read.reshape(*outer_shape, rows, *entry.shape[depth + 1 :])
         inner = [slice(part.start, part.stop, part.step) for part in cut[depth + 1 :]]
-        part = hull[(*[slice(None)] * depth, slice(None, None, cut[depth].step), *inner)]
-        return part if part.numel() == hull.numel() else part.clone()
+        part = read[(*[slice(None)] * depth, slice(None, None, cut[depth].step), *inner)]
+        return part if part.numel() == read.numel() else part.clone()
 
     def _runs(self, name: str, entry: Entry, starts: Iterable[int], run: int, count: int = 1) -> Tensor:
         """`run` bytes from each of `count` starts, one behind the other."""
@@ -100,29 +76,12 @@ class Reader:
         return buffer
 
 
-def ranges(index: Index | None, shape: tuple[int, ...]) -> list[range]:
-    """What `index` takes of each dimension of `shape`."""
-    index = index or ()
-    if len(index) > len(shape):
-        raise RuntimeError(f"{len(index)} slices of a tensor of shape {shape}")
-    slices = [*index, *[slice(None)] * (len(shape) - len(index))]
-    cut = [range(*part.indices(size)) for part, size in zip(slices, shape, strict=True)]
-    if any(part.step <= 0 for part in cut):
-        raise RuntimeError(f"slices go forwards, got {list(index)}")
-    return cut
-
-
-def _hull(part: range) -> tuple[int, int]:
-    """The first row, and how many there are from it to the last."""
-    return (part[0], part[-1] - part[0] + 1) if part else (0, 0)
-
-
 def _depth(entry: Entry, cut: list[range]) -> int:
     """The dimension whose hull is one run of bytes: the innermost that is cut, unless that makes many tiny runs."""
     whole = [len(part) == size for part, size in zip(cut, entry.shape, strict=True)]
     depth = max((i for i in range(len(cut)) if not whole[i]), default=0)
     row = math.prod(entry.shape[depth + 1 :]) * entry.dtype.itemsize
-    while math.prod(map(len, cut[:depth])) > 1 and _hull(cut[depth])[1] * row < _RUN:
+    while math.prod(map(len, cut[:depth])) > 1 and hull(cut[depth])[1] * row < _RUN:
         row *= entry.shape[depth]
         depth -= 1
     return depth

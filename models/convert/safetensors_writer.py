@@ -53,6 +53,7 @@ class Writer:
         self._places, self._headers = _layout(expected, shard_bytes)
         self._tensor_bytes = sum(place.nbytes for place in self._places.values())
         self._bytes = self._tensor_bytes + sum(map(len, self._headers.values()))
+        self._finished = False
         self._context = self._opened(directory)
 
     def __enter__(self) -> Self:
@@ -68,12 +69,24 @@ class Writer:
             for file, header in self._headers.items():
                 self._write_file(file, header)
             yield
-            if missing := [name for name, place in self._places.items() if place.written != place.nbytes]:
-                raise RuntimeError(f"{missing[0]} was not added whole, nor were {len(missing) - 1} others")
-            if len(self._headers) > 1:
-                weight_map = {name: place.file for name, place in self._places.items()}
-                index = {"metadata": {"total_size": self._tensor_bytes}, "weight_map": weight_map}
-                self._write_file(INDEX, json.dumps(index, indent=2).encode())
+            self.finish()
+
+    @property
+    def directory(self) -> Path:
+        """Where the files lie until the context ends."""
+        return self._part
+
+    def finish(self) -> None:
+        """Writes the index: what was added can be read back. The end of the context does it, if not done."""
+        if self._finished:
+            return
+        if missing := [name for name, place in self._places.items() if place.written != place.nbytes]:
+            raise RuntimeError(f"{missing[0]} was not added whole, nor were {len(missing) - 1} others")
+        if len(self._headers) > 1:
+            weight_map = {name: place.file for name, place in self._places.items()}
+            index = {"metadata": {"total_size": self._tensor_bytes}, "weight_map": weight_map}
+            self._write_file(INDEX, json.dumps(index, indent=2).encode())
+        self._finished = True
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A whole tensor."""

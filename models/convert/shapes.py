@@ -16,15 +16,15 @@ def layer_key(layer: int, name: str) -> str:
 
 def global_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Every weight and buffer by its name in a checkpoint, in the order of the forward pass. Vocabularies are padded."""
-    vocabulary = {EMBEDDING: (model.padded_vocab_size, model.hidden)}
-    shapes = dict(vocabulary)
+    vocabulary = (model.padded_vocab_size, model.hidden)
+    shapes: dict[str, Shape] = {EMBEDDING: vocabulary}
     for layer in range(model.layers):
         parts = _latent_attention(model) if model.latent else _attention(model)
         parts |= _moe(model) if layer in model.moe_layers else _dense(model)
         shapes |= {layer_key(layer, name): shape for name, shape in parts.items()}
     shapes["decoder.final_layernorm.weight"] = (model.hidden,)
     if not model.tie_embeddings:
-        shapes[OUTPUT] = vocabulary[EMBEDDING]
+        shapes[OUTPUT] = vocabulary
     return shapes
 
 
