@@ -71,7 +71,9 @@ def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> M
         attention.k_layernorm = partial(SpanRMSNorm, heads=model.kv_heads)
     if model.latent and model.q_lora_rank is None:
         submodules.self_attention.module, attention.kv_layernorm = FullQueries, TENorm
-        submodules.sharded_state_dict_keys_map = {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"}
+        submodules.sharded_state_dict_keys_map = {
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"
+        }
     if is_moe:
         submodules.mlp.keywords["submodules"].router = router(model)
     return spec

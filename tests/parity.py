@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.convert import huggingface
+from models.convert import huggingface, live
 from models.model import MoEModel
 from models.stream import Stream, pack_sequences
 from parallel.groups import Groups
@@ -96,7 +96,7 @@ def load(directory: Path, groups: Groups, device: torch.device, **changes: Any) 
     config = ModelConfig.model_validate({**huggingface.describe(directory).values, **changes})
     config.check_layout(groups.parallel)
     model = MoEModel(config, groups, device, seed=1)
-    huggingface.load(directory, model)
+    live.load(directory, model)
     return model
 
 
