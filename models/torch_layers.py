@@ -104,6 +104,14 @@ class StreamRouter(TopKRouter):
         return probs, routing_map
 
 
+class ExpertOutput(RowParallelLinear):
+    """Megatron 0.19.2 adds an expert's bias in place to what, with one process, is a view made by an autograd function."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return (output if bias is None else output.clone()), bias
+
+
 class StackedExperts(SequentialMLP):
     """Megatron's experts, computed by one grouped matrix product over stacked weights where that is faster.
 
@@ -161,9 +169,7 @@ class TorchBackend(LocalSpecProvider):
         return StreamAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        linear = MLPSubmodules(
-            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=self.activation_func()
-        )
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput, activation_func=self.activation_func())
         return partial(StackedExperts, submodules=linear)
 
 

@@ -1,4 +1,4 @@
-"""What transformers says of a checkpoint, and what the live model says: logits, expert choices, and the margins between experts."""
+"""What transformers says of a checkpoint and what the live model says: logits, expert choices, margins between experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
