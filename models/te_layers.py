@@ -18,7 +18,7 @@ from torch import Tensor
 from models.attention import Scheme, attend
 from models.config import ModelConfig
 from models.stream import Stream
-from models.torch_layers import FullQueries, SpanRMSNorm, router
+from models.torch_layers import LatentAttention, SpanRMSNorm, router
 
 Norm: Any = TENorm
 
@@ -70,7 +70,7 @@ def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> M
         attention.q_layernorm = partial(SpanRMSNorm, heads=model.heads)
         attention.k_layernorm = partial(SpanRMSNorm, heads=model.kv_heads)
     if model.latent and model.q_lora_rank is None:
-        submodules.self_attention.module, attention.kv_layernorm = FullQueries, TENorm
+        submodules.self_attention.module, attention.kv_layernorm = LatentAttention, TENorm
         submodules.sharded_state_dict_keys_map = {
             "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"
         }

@@ -1,4 +1,4 @@
-"""The gradient of every weight is transformers': sinks, biases, gates, norms and latent attention are trained as they should be.
+"""The gradient of every weight is transformers': sinks, biases, gates, norms and latent attention train as they should.
 
 Measured over all variants: the difference is at most 1.1e-5 of a tensor's norm (of a router's bias: 8.8e-6), in the middle
 1e-6 to 4e-6.
