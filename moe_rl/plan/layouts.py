@@ -53,8 +53,8 @@ def _splits(model: ModelConfig, layout: ParallelConfig) -> bool:
 
 
 def _depths(layers: int, pipeline: int) -> Iterator[dict[str, int]]:
-    """Ways to cut the layers into `pipeline` stages: evenly, with several chunks a stage, or with other numbers in the first and
-    the last stage, which have the embedding and the output layer beside them."""
+    """Ways to cut the layers into `pipeline` stages: evenly, with several chunks a stage, or with other numbers in the first
+    and the last stage, which have the embedding and the output layer beside them."""
     if pipeline > layers:
         return
     if layers % pipeline == 0:
