@@ -103,7 +103,8 @@ class MemoryModel:
         chunks = [of_chunk(chunk) for chunk in stage.chunks]
         held = sum(sorted(chunks, reverse=True)[: passes % len(chunks)]) + passes // len(chunks) * sum(chunks)
         if recompute == "full":
-            held += max(full[is_moe] for is_moe in (False, True) if any(_has(chunk, is_moe) for chunk in stage.chunks))
+            again = max(full[is_moe] for is_moe in (False, True) if any(_has(chunk, is_moe) for chunk in stage.chunks))
+            held += again - activations.layer_input(self.model, tokens, parallel)
         if stage.chunks[-1].last:
             held += activations.head(self.model, tokens, parallel, self.kernels)
         return held
