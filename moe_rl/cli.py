@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from moe_rl.plan import options as plan_options
 from parallel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def _parser() -> _Parser:
     command = _add_command(commands, "report", "one HTML page of a run, or of several compared", _REPORT_EXAMPLES, _report)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     command.add_argument("--output", metavar="FILE", help="where the page goes (default: report.html in the first RUN)")
+    does = "legal layouts on a cluster: memory of a GPU, expert placement, estimated cost; needs no GPU"
+    plan_options.add(_add_command(commands, "plan", does, plan_options.EXAMPLES, _plan), _positive)
     _add_command(
         commands, "doctor", "what is installed, what will be used, what is wrong", "example:\n  moe-rl doctor", _doctor
     )
@@ -175,6 +178,14 @@ def _report(arguments: argparse.Namespace) -> int:
     from moe_rl.report.command import report
 
     return report([Path(run) for run in arguments.runs], Path(arguments.output) if arguments.output else None)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from moe_rl import config
+    from moe_rl.plan.command import plan
+
+    settings, top = config.load(arguments.config, arguments.overrides), None if arguments.all else arguments.top
+    return plan(settings, plan_options.cluster(arguments), top, Path(arguments.json) if arguments.json else None)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
