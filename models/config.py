@@ -40,7 +40,7 @@ class ModelConfig(BaseModel):
     tie_embeddings: bool = False
     init_std: PositiveFloat = 0.02
     tokenizer: str | None = Field(
-        default=None, description="directory with a Hugging Face tokenizer; none: that of model.path, else bytes"
+        default=None, description="directory with a Hugging Face tokenizer, or bytes; none: that of model.path, else bytes"
     )
 
     rope_base: PositiveFloat = 10000.0
@@ -61,6 +61,7 @@ class ModelConfig(BaseModel):
     kv_lora_rank: PositiveInt | None = Field(default=None, description="latent attention (DeepSeek): rank of keys and values")
     q_lora_rank: PositiveInt | None = Field(default=None, description="latent attention: rank of queries; none: full")
     rope_head_dim: NonNegativeInt = Field(default=0, description="latent attention: a head's part that carries the position")
+    latent_norm_epsilon: PositiveFloat = Field(default=1e-6, description="latent attention: of the norms within it")
     v_head_dim: PositiveInt | None = Field(default=None, description="latent attention: size of a head's value")
 
     activation: Literal["silu", "quick_gelu"] = Field(default="silu", description="of the gate in every MLP")

@@ -19,6 +19,7 @@ from models.attention import Scheme, attend
 from models.config import ModelConfig
 from models.stream import Stream
 from models.torch_layers import LatentAttention, SpanRMSNorm, router
+from parallel.errors import UsageError
 
 Norm: Any = TENorm
 
@@ -56,6 +57,11 @@ def _as_thd(stream: Stream) -> PackedSeqParams:
 
 def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     """One transformer layer."""
+    if model.latent and model.latent_norm_epsilon != model.norm_epsilon:  # its fused norms know one epsilon
+        raise UsageError(
+            f"model.latent_norm_epsilon={model.latent_norm_epsilon}: must be model.norm_epsilon={model.norm_epsilon} with "
+            "Transformer Engine"
+        )
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if is_moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,

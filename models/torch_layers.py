@@ -39,8 +39,10 @@ from models.config import ModelConfig
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm whose weight takes part in sequence parallelism (Megatron's wrapper of it refuses that)."""
 
+    epsilon: float | None = None  # none: the model's
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+        super().__init__(hidden_size, eps=self.epsilon or config.layernorm_epsilon, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -80,23 +82,27 @@ class LatentAttention(MLASelfAttention):
     """Megatron's, also where latent keys and values are normalised and full queries are not (DeepSeek-V2-Lite): Megatron
     itself normalises both or neither."""
 
+    norm: Any = RMSNorm
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is None:
-            self.kv_layernorm = RMSNorm(config, config.kv_lora_rank)
+            self.kv_layernorm = self.norm(config, config.kv_lora_rank)
 
 
 class StreamRouter(TopKRouter):
-    """Megatron's router, and gates of sigmoid scores that are not divided by their sum."""
+    """Megatron's router, which says itself whether gates of sigmoid scores are divided by their sum."""
 
     normalizes = True
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [T, 1, E] -> (gates, chosen), both [T, E]."""
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
-        if not self.normalizes:
+        divided = self.topk > 1  # Megatron does so whatever it is told, but not for a single expert
+        if self.score_function == "sigmoid" and divided != self.normalizes:
             chosen = torch.sigmoid(logits.view_as(probs).float()) * routing_map
-            probs = (probs * (chosen.sum(-1, keepdim=True) + 1e-20)).to(probs.dtype)  # Megatron divided by the same
+            total = chosen.sum(-1, keepdim=True) + 1e-20
+            probs = (probs * total if divided else probs / total).to(probs.dtype)
         return probs, routing_map
 
 
@@ -134,18 +140,26 @@ class StackedExperts(SequentialMLP):
         fc1, fc2, biases = self.stacked or self._stack()
         ends = tokens_per_expert.to(permuted_local_hidden_states.device).cumsum(0).int()
         scale = permuted_probs[:, None]
-        both = F.grouped_mm(permuted_local_hidden_states, fc1, offs=ends)
+        both = grouped_product(permuted_local_hidden_states, fc1, ends)
         if biases is None:
-            return F.grouped_mm((self._gated(both) * scale).to(both.dtype), fc2, offs=ends), None
+            return grouped_product((self._gated(both) * scale).to(both.dtype), fc2, ends), None
         expert = torch.repeat_interleave(torch.arange(len(ends), device=ends.device), ends.diff(prepend=ends.new_zeros(1)))
         middle = (self._gated(both + biases[0][expert]) * scale).to(both.dtype)
-        return (F.grouped_mm(middle, fc2, offs=ends) + biases[1][expert] * scale).to(both.dtype), None
+        return (grouped_product(middle, fc2, ends) + biases[1][expert] * scale).to(both.dtype), None
 
     def _gated(self, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         if (bound := self.config.activation_func_clamp_value) is not None:
             gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
-        return self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
+        return self.config.activation_func(gate) * (up + offset if (offset := self.config.glu_linear_offset) else up)
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """[T, in] x [E, in, out] -> [T, out]: the rows up to ends[e] (Int[E]), from ends[e - 1] on, times weights[e]."""
+    if all(size * rows.itemsize % 16 == 0 for size in weights.shape[1:]):
+        return F.grouped_mm(rows, weights, offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()  # torch's kernel takes rows of whole 16 bytes alone
+    return torch.cat([part @ weight for part, weight in zip(rows.split(counts), weights, strict=True)])
 
 
 class TorchBackend(LocalSpecProvider):
@@ -213,6 +227,7 @@ def _attention(model: ModelConfig, backend: Any) -> ModuleSpec:
 
 def _latent_attention(model: ModelConfig, backend: Any) -> ModuleSpec:
     column = backend.column_parallel_linear()
+    norm = type("LatentNorm", (RMSNorm,), {"epsilon": model.latent_norm_epsilon})
     submodules: Any = MLASelfAttentionSubmodules(
         linear_q_proj=column,
         linear_q_down_proj=column,
@@ -221,7 +236,8 @@ def _latent_attention(model: ModelConfig, backend: Any) -> ModuleSpec:
         linear_kv_up_proj=column,
         core_attention=backend.core_attention(),
         linear_proj=backend.row_parallel_linear(),
-        q_layernorm=RMSNorm if model.q_lora_rank is not None else IdentityOp,
-        kv_layernorm=RMSNorm if model.q_lora_rank is not None else IdentityOp,  # LatentAttention has its own
+        q_layernorm=norm if model.q_lora_rank is not None else IdentityOp,
+        kv_layernorm=norm if model.q_lora_rank is not None else IdentityOp,  # LatentAttention has its own
     )
-    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+    attention = type("LatentAttention", (LatentAttention,), {"norm": norm})
+    return ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

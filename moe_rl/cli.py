@@ -13,6 +13,7 @@ from parallel.errors import UsageError
 if TYPE_CHECKING:
     from moe_rl.config import RunConfig
 
+
 class _Parser(argparse.ArgumentParser):
     """Ends with one line and exit code 2 instead of the usage and a line."""
 

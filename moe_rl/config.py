@@ -266,11 +266,11 @@ def _beneath_model(preset: object, path: object) -> dict[str, Any]:
         return {}
     if not isinstance(path, str | Path):
         raise UsageError(f"model.path={config_errors.show(path)}: must be a directory with a Hugging Face model")
-    from models.convert.files import has_tokenizer, huggingface_directory
+    from models.convert.files import huggingface_directory
     from models.convert.huggingface import describe
 
     directory = huggingface_directory(Path(path))
-    return {**describe(directory).values, **({"tokenizer": str(directory)} if has_tokenizer(directory) else {})}
+    return {**describe(directory).values, "tokenizer": str(directory)}
 
 
 def _preset(name: object) -> dict[str, Any]:

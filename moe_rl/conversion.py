@@ -61,7 +61,7 @@ def _describe_as_qwen3(checkpoint: Path, directory: Path) -> None:
 
     model = trained_model(checkpoint)
     (directory / "config.json").write_text(json.dumps(qwen3_config(model)))
-    if model.tokenizer is None:
+    if model.tokenizer in (None, ByteTokenizer.name):
         ByteTokenizer().save(directory)
     for path in tokenizer_files(checkpoint / HUGGINGFACE):
         shutil.copyfile(path, directory / path.name)

@@ -8,11 +8,13 @@ examples:
   moe-rl train configs/quickstart.yaml parallel.tensor=2             (another layout: starts 2 processes)
   moe-rl train configs/quickstart.yaml parallel.pipeline=2 run.processes=4
   moe-rl train configs/quickstart.yaml task.name=file task.options={} task.train_path=problems.jsonl
+  moe-rl train run.yaml model.tokenizer=DIR task.name=file task.train_path=gsm8k.parquet task.scorer=numeric   (docs/data.md)
   torchrun --nproc-per-node 8 -m moe_rl.cli train run.yaml           (inside torchrun or srun nothing more is started)"""
 
 SFT = """\
 examples:
   moe-rl sft configs/quickstart.yaml run.name=warm sft.steps=300
+  moe-rl sft run.yaml task.name=file task.train_path=talk.jsonl sft.train_on=all
   moe-rl train configs/quickstart.yaml checkpoint.load=runs/warm     (RL from there)"""
 
 EVAL = """\
@@ -28,7 +30,7 @@ Figures with standard errors go to RUN/eval/NAME.json, every response to RUN/eva
 IMPORT = """\
 examples:
   moe-rl import Qwen3-30B-A3B checkpoints/qwen3_30b            every tensor is read back and compared
-  moe-rl train run.yaml checkpoint.load=checkpoints/qwen3_30b model.path=checkpoints/qwen3_30b
+  moe-rl train run.yaml model.path=checkpoints/qwen3_30b
   moe-rl train run.yaml model.path=Qwen3-30B-A3B               (the same without an import of its own)"""
 
 EXPORT = """\

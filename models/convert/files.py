@@ -29,11 +29,6 @@ def huggingface_directory(path: Path) -> Path:
     return inside if not (path / "config.json").exists() and (inside / "config.json").exists() else path
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Whether there is a tokenizer that transformers can read."""
-    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-
-
 def small_files(directory: Path) -> list[Path]:
     """Configuration, tokenizer, chat template and code: all that is no weight."""
     return [*_found(directory, _MODEL), *tokenizer_files(directory)]
@@ -52,8 +47,7 @@ def keep_with(checkpoint: Path, model: ModelConfig) -> None:
     """Writes into a checkpoint what its weights are of, the configuration that they came with, and the tokenizer."""
     (checkpoint / MODEL).write_text(model.model_dump_json(indent=1))
     files = _found(huggingface_directory(model.path), _MODEL) if model.path else []
-    # the run's own: model.path's, unless the settings name another. Imported weights have settings of no tokenizer
-    if tokenizer := model.tokenizer or model.path:
+    if tokenizer := model.tokenizer or model.path:  # imported weights have no settings yet, and model.path's
         files += tokenizer_files(huggingface_directory(Path(tokenizer)))
     if files:
         (checkpoint / HUGGINGFACE).mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from models.convert.hashing import row_blocks
 from models.convert.pieces import PieceMap
 from models.convert.quantised import Dequantised
 from models.convert.safetensors_reader import Reader
-from models.convert.shapes import Shape, global_shapes
+from models.convert.shapes import global_shapes
 from models.convert.storage import Source, Stored
 from models.convert.values import common
 from parallel.errors import UsageError
@@ -41,7 +41,7 @@ class Description:
     values: dict[str, Any]
 
     def model(self, path: Path | None = None) -> ModelConfig:
-        """Those as a model section, with `path` as model.path. Raises UsageError where they are of no model that there can be."""
+        """Those as a model section, with `path` as model.path. Raises UsageError where there can be no such model."""
         try:
             return ModelConfig(**self.values, path=path)
         except ValidationError as error:
@@ -153,6 +153,6 @@ def head_is_embedding(source: Source, dropped: Sequence[str], part: int = 0, par
 def head_differs(description: Description) -> UsageError:
     """What to raise where it is not."""
     return UsageError(
-        f"{description.directory}: tensor {_HEAD} is not {_EMBEDDING}, and config.json says tie_word_embeddings=true: one of them "
-        "is wrong; set it to false there if the model has an output layer of its own"
+        f"{description.directory}: tensor {_HEAD} is not {_EMBEDDING}, but config.json says tie_word_embeddings=true; set it "
+        "to false there if the model has an output layer of its own, or fetch the weights again"
     )

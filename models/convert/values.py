@@ -39,7 +39,7 @@ def common(hf: Any) -> Values:
 
 
 def _rope(hf: Any) -> Values:
-    parameters = dict(hf.rope_parameters or {})
+    parameters = {key: value for key, value in (hf.rope_parameters or {}).items() if key != "type"}  # its older name
     kind = parameters.get("rope_type", "default")
     if kind not in _ROPE_TYPES:
         choices = ", ".join(_ROPE_TYPES)
@@ -89,6 +89,7 @@ def qwen_experts(hf: Any) -> Values:
 
 def deepseek_experts(hf: Any) -> Values:
     """Experts of DeepSeek: the first layers dense, shared experts beside the routed ones."""
+    refuse(hf, "moe_layer_freq", getattr(hf, "moe_layer_freq", 1) != 1, "every layer after the first dense ones has experts")
     return {
         "experts": hf.n_routed_experts,
         "topk": hf.num_experts_per_tok,

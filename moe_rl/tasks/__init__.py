@@ -71,4 +71,4 @@ def _check_file_keys(section: TaskSection) -> None:
     for key in ("train_path", "eval_path", "scorer", "prompt_column", "answer_column"):
         value = getattr(section, key)
         if section.name not in _FILE and value != type(section).model_fields[key].default:
-            raise UsageError(f"task.{key}={show(value)}: only task.name=file reads it; remove it")
+            raise UsageError(f"task.{key}={show(str(value))}: only task.name=file reads it; remove it")

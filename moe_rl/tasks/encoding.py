@@ -95,7 +95,8 @@ class Encoder:
     def example(self, problem: Problem, train_on: Literal["last", "all"] = "last") -> Example:
         """The prompt with the answer behind it; targets are the answer and what ends it.
 
-        In a chat the answer is the assistant's turn as the template writes it, up to and with the last stop id in it. With
+        In a chat the answer is the assistant's turn as the template writes it, up to and with the last stop id in it; the text
+        of the answer and that id, where the template begins a turn to be generated otherwise than one of the data. With
         train_on "all" the earlier turns of the assistant are targets as well. Raises UsageError naming the problem where
         nothing is left to train, or where the template writes a turn otherwise once others follow.
         """
@@ -142,14 +143,27 @@ class Encoder:
                 self._render(messages[: i + 1], problem, generation=False),
             )
         ]
-        for shorter, longer in zip(edges, edges[1:], strict=False):
-            if not longer.startswith(shorter):
-                raise UsageError(
-                    f"{problem.id}: the chat template of {self._tokenizer.name} writes the turns before an answer otherwise "
-                    f"once the answer is there{' or others follow' * (len(turns) > 1)}, so that it cannot be told what to "
-                    f"train; {'set sft.train_on=last' if len(turns) > 1 else 'change the template, or set task.chat=false'}"
-                )
-        return self._spans(edges)
+        if all(longer.startswith(shorter) for shorter, longer in zip(edges, edges[1:], strict=False)):
+            return self._spans(edges)
+        if len(turns) > 1:
+            remedy = "set sft.train_on=last"
+        elif extra := set(messages[last]) - {"role", "content"}:
+            remedy = f"change the template, or leave {', '.join(sorted(extra))} out of the turn"
+        else:
+            return self._separate(edges[0], str(messages[last]["content"]), edges[1])
+        raise UsageError(
+            f"{problem.id}: the chat template of {self._tokenizer.name} writes a turn otherwise once its answer is there or "
+            f"others follow, so that it cannot be told what to train; {remedy}"
+        )
+
+    def _separate(self, prompt: str, answer: str, whole: str) -> Example:
+        """Where the template begins a turn to be generated otherwise than one of the data (an empty `<think></think>`): the
+        answer's text behind what generation starts from, with the end that the template gives the turn."""
+        encode = self._tokenizer.encode
+        before, ids = encode(prompt), encode(answer)
+        end = next((i for i in reversed(encode(whole)) if i in self._ends), self._end)
+        ids += [] if end is None else [end]
+        return Example(before + ids, len(before), [True] * len(ids))
 
     def _spans(self, edges: Sequence[str]) -> Example:
         """edges: texts that each begin the next, the end of a prompt and the end of an answer in turn.

@@ -176,8 +176,8 @@ def _generation_ends(path: Path, where: str) -> list[int]:
 
 
 def build_tokenizer(path: str | None) -> Tokenizer:
-    """model.tokenizer: a directory with a Hugging Face tokenizer, or None for bytes."""
-    return ByteTokenizer() if path is None else HFTokenizer(path)
+    """model.tokenizer: a directory with a Hugging Face tokenizer; "bytes", or None, for the built-in one."""
+    return ByteTokenizer() if path in (None, ByteTokenizer.name) else HFTokenizer(path)
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -187,6 +187,19 @@ def test_a_template_that_rewrites_earlier_turns_can_train_the_last_alone(paths: 
         encoder(paths["forgets"]).example(talk, "all")
 
 
+def test_a_turn_that_only_generation_begins_so(paths: dict[str, Path]) -> None:
+    """The template opens a turn to be generated with <think></think>, which the turns of the data lack."""
+    made = encoder(paths["chatml"], template_options={"enable_thinking": False})
+    problem = Problem("f:7", "What is 2+3?", "<24")
+    example = made.example(problem)
+    assert example.ids[: example.prompt] == made.prompt(problem)
+    assert reference(paths["chatml"]).decode(example.ids[: example.prompt]).endswith("assistant\n<think></think>")
+    assert trained_text(paths["chatml"], example) == ["<24<|im_end|>"]
+    reply = {"role": "assistant", "content": "5", "reasoning": "2 and 3"}
+    with pytest.raises(UsageError, match=r"f:8: .*; change the template, or leave reasoning out of the turn"):
+        made.example(Problem.of_messages("f:8", [USER], "5", reply))
+
+
 def test_plain_examples(paths: dict[str, Path]) -> None:
     example = encoder(paths["bare"]).example(Problem("r", "What", "24"))
     tokenizer = reference(paths["bare"])

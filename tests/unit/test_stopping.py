@@ -74,6 +74,18 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Decode
     }
 
 
+def test_runs_of_bytes_are_decoded_as_a_whole(decoders: dict[str, tuple[Decode, int]]) -> None:
+    """Such a tokenizer makes nothing of a run of bytes that is not all UTF-8, so where one looks from matters."""
+    decode, _ = decoders["pieces"]
+    accented, end = [7, 8], [9, 10, 11]  # the bytes of é and of 終
+    assert decode(accented) == "é" and decode(end) == "終"
+    # the last six tokens, as far back as é can reach, begin within a 終
+    assert ends_at(["é"], decode, [*end, *end, *end, *accented]) == 11
+    # half a character long ago: the whole run is no text, though its end alone would be
+    broken = [accented[0], *(end * 8)]
+    assert ends_at(["終終終"], decode, broken) is by_definition(["終終終"], decode, broken) is None
+
+
 @pytest.mark.parametrize("name", ["bytes", "byte level", "pieces"])
 def test_random_responses_end_where_the_whole_text_first_holds_a_stop(
     decoders: dict[str, tuple[Decode, int]], name: str

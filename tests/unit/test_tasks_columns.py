@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moe_rl.config import TaskSection
-from moe_rl.tasks import Task, build_task, fingerprint, score_response
+from moe_rl.tasks import Task, build_task, fingerprint
 from moe_rl.types import Problem
 from parallel.errors import UsageError
 
@@ -222,31 +222,3 @@ def test_a_fingerprint_sees_turns_and_their_other_keys(tmp_path: Path) -> None:
             path = write(tmp_path / "t.jsonl", {"messages": [ask, reply]}, {"messages": [SYSTEM, ASK, FIVE]})
             seen.add(fingerprint(build(path)))
         assert len(seen) == 2 * number + 2
-
-
-def test_marked_answers_of_gsm8k_are_scored_as_marked(tmp_path: Path) -> None:
-    answer = "Half of 48 is <<48/2=24>>24.\n48 + 24 = 72.\n#### 72"
-    path = write(tmp_path / "t.jsonl", {"question": "q", "answer": answer}, {"question": "p", "answer": "x\n#### -1,200"})
-    task = build(path, scorer="numeric")
-    by_prompt = {p.prompt: p for p in (*task.train, *task.heldout)}
-    scores = {
-        "It is 72.": 1,
-        "#### 72\n\nQuestion: Tom has 3 apples": 1,  # what runs on after the mark does not count
-        "#### 24\nno, #### 72": 1,
-        "#### 2. Add\nso 72": 1,  # a heading
-        "#### 72.\n": 1,
-        "72\n#### 24": 0,
-        "48/2 = 24": 0,
-        "": 0,
-    }
-    assert {text: score_response(task, text, by_prompt["q"]).value for text in scores} == scores
-    negative = {"so -1200": 1, "#### \N{MINUS SIGN}1,200\n5": 1, "#### 1200": 0}
-    assert {text: score_response(task, text, by_prompt["p"]).value for text in negative} == negative
-
-
-def test_math_verify_reads_what_is_marked(tmp_path: Path) -> None:
-    pytest.importorskip("math_verify")
-    path = write(tmp_path / "t.jsonl", {"question": "q", "answer": "48 + 24 = 72\n#### 72"}, {"question": "p", "answer": "1"})
-    task = build(path, scorer="math_verify")
-    problem = next(p for p in (*task.train, *task.heldout) if p.prompt == "q")
-    assert [score_response(task, text, problem).value for text in ("$72$", "it is 72", "24")] == [1, 1, 0]
