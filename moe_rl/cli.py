@@ -7,61 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from moe_rl import examples
 from moe_rl.plan import options as plan_options
 from parallel.errors import UsageError
 
 if TYPE_CHECKING:
     from moe_rl.config import RunConfig
-
-_TRAIN_EXAMPLES = """\
-examples:
-  moe-rl train configs/quickstart.yaml
-  moe-rl train configs/quickstart.yaml run.name=grpo algorithm.name=grpo optimizer.lr=5e-5
-  moe-rl train configs/quickstart.yaml run.name=ppo algorithm.name=ppo critic.optimizer.lr=3e-4
-  moe-rl train configs/quickstart.yaml parallel.tensor=2             (another layout: starts 2 processes)
-  moe-rl train configs/quickstart.yaml parallel.pipeline=2 run.processes=4
-  moe-rl train configs/quickstart.yaml task.name=file task.options={} task.train_path=problems.jsonl
-  moe-rl train run.yaml model.tokenizer=DIR task.name=file task.train_path=gsm8k.parquet task.scorer=numeric   (docs/data.md)
-  torchrun --nproc-per-node 8 -m moe_rl.cli train run.yaml           (inside torchrun or srun nothing more is started)"""
-
-_SFT_EXAMPLES = """\
-examples:
-  moe-rl sft configs/quickstart.yaml run.name=warm sft.steps=300
-  moe-rl sft run.yaml task.name=file task.train_path=talk.jsonl sft.train_on=all
-  moe-rl train configs/quickstart.yaml checkpoint.load=runs/warm     (RL from there)"""
-
-_EVAL_EXAMPLES = """\
-examples:
-  moe-rl eval configs/quickstart.yaml                                (the newest checkpoint of runs/quickstart)
-  moe-rl eval configs/quickstart.yaml checkpoint.load=runs/warm/checkpoints/step_000300
-  moe-rl eval configs/quickstart.yaml eval.samples=16 eval.temperature=1 eval.k=[1,4,16] eval.problems=null
-  moe-rl eval configs/quickstart.yaml task.name=jsonl task.options={} task.eval_path=test.jsonl
-  moe-rl eval configs/quickstart.yaml run.processes=4                (4 processes share the problems)
-
-Figures with standard errors go to RUN/eval/NAME.json, every response to RUN/eval/NAME.jsonl; nothing else of RUN is touched."""
-
-_IMPORT_EXAMPLES = """\
-examples:
-  moe-rl import Qwen3-30B-A3B checkpoints/qwen3_30b            every tensor is read back and compared
-  moe-rl train run.yaml checkpoint.load=checkpoints/qwen3_30b model.path=checkpoints/qwen3_30b
-  moe-rl train run.yaml model.path=Qwen3-30B-A3B               (the same without an import of its own)"""
-
-_EXPORT_EXAMPLES = """\
-examples:
-  moe-rl export runs/rl Qwen3-30B-A3B-rl                       the newest checkpoint of a run
-  moe-rl export runs/rl/checkpoints/step_000100 out --dtype bfloat16
-  moe-rl export checkpoints/mine out --like Qwen3-30B-A3B      configuration and tokenizer from there"""
-
-_DRIFT_EXAMPLES = """\
-examples:
-  moe-rl drift runs/quickstart                   tables here, data in runs/quickstart/drift/*.csv
-  moe-rl drift runs/grpo runs/gspo --last 20     two runs side by side
-  moe-rl drift traces/                           a directory of Megatron-Core's router_trace_rank*.jsonl: load alone"""
-
-_REPORT_EXAMPLES = """\
-examples:
-  moe-rl report runs/quickstart                            writes runs/quickstart/report.html
-  moe-rl report runs/grpo runs/gspo --output compare.html  one page, one colour a run"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,29 +46,29 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, does, examples in (
-        ("train", "reinforcement learning", _TRAIN_EXAMPLES),
-        ("sft", "supervised training (a warm start)", _SFT_EXAMPLES),
-        ("eval", "pass@1, pass@k, rewards and lengths of a checkpoint on held-out problems", _EVAL_EXAMPLES),
+    for name, does, shown in (
+        ("train", "reinforcement learning", examples.TRAIN),
+        ("sft", "supervised training (a warm start)", examples.SFT),
+        ("eval", "pass@1, pass@k, rewards and lengths of a checkpoint on held-out problems", examples.EVAL),
     ):
-        command = _add_command(commands, name, does, examples, _run)
+        command = _add_command(commands, name, does, shown, _run)
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument(
             "overrides", metavar="key=value", nargs="*", default=[], help="settings above the file's, by dotted key"
         )
-    command = _add_command(commands, "import", "a Hugging Face directory to a checkpoint", _IMPORT_EXAMPLES, _import)
+    command = _add_command(commands, "import", "a Hugging Face directory to a checkpoint", examples.IMPORT, _import)
     command.add_argument("source", metavar="HF_DIR", type=Path, help="with config.json and *.safetensors")
     command.add_argument("target", metavar="CKPT", type=Path, help="directory that is made")
-    command = _add_command(commands, "export", "a checkpoint to a Hugging Face directory", _EXPORT_EXAMPLES, _export)
+    command = _add_command(commands, "export", "a checkpoint to a Hugging Face directory", examples.EXPORT, _export)
     command.add_argument("source", metavar="CKPT", type=Path, help="a run, its checkpoints/, or a checkpoint")
     command.add_argument("target", metavar="HF_DIR", type=Path, help="directory that is made")
     command.add_argument("--like", metavar="DIR", type=Path, help="whose configuration and tokenizer (default: the origin's)")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all tensors (default: as in the checkpoint)")
     command.add_argument("--shard-gb", metavar="GB", type=_positive, default=5, help="size of a file (default 5)")
-    command = _add_command(commands, "drift", "how routing moved: tables from metrics and traces", _DRIFT_EXAMPLES, _drift)
+    command = _add_command(commands, "drift", "how routing moved: tables from metrics and traces", examples.DRIFT, _drift)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     command.add_argument("--last", metavar="N", type=_positive, default=10, help="steps that are averaged (default 10)")
-    command = _add_command(commands, "report", "one HTML page of a run, or of several compared", _REPORT_EXAMPLES, _report)
+    command = _add_command(commands, "report", "one HTML page of a run, or of several compared", examples.REPORT, _report)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     command.add_argument("--output", metavar="FILE", help="where the page goes (default: report.html in the first RUN)")
     does = "legal layouts on a cluster: memory of a GPU, expert placement, estimated cost; needs no GPU"
@@ -132,11 +83,11 @@ def _add_command(
     commands: "argparse._SubParsersAction[_Parser]",
     name: str,
     does: str,
-    examples: str,
+    shown: str,
     run: Callable[[argparse.Namespace], int],
 ) -> _Parser:
     formatter = argparse.RawDescriptionHelpFormatter
-    command = commands.add_parser(name, help=does, description=does, epilog=examples, formatter_class=formatter)
+    command = commands.add_parser(name, help=does, description=does, epilog=shown, formatter_class=formatter)
     command.set_defaults(run=run)
     return command
 
@@ -230,7 +181,9 @@ def _preflight(settings: "RunConfig", command: str) -> None:
     if settings.critic.load is not None and settings.algorithm.trains_critic and not begun:
         checkpoint_paths.find_critic(settings.critic.load, "critic.load")
     if command == "eval":
-        weights.evaluated(settings)
+        weights.check(weights.evaluated(settings), settings.model)
+    elif not begun:
+        weights.check(weights.initial(settings), settings.model)
     trains = command != "eval"
     task = build_task(settings.task, trains=trains)
     tokenizer = build_tokenizer(settings.model.tokenizer)

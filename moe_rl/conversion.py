@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 
 from models.convert.importing import Converted, Progress
 from moe_rl import checkpoint_paths
+from parallel.errors import UsageError
 
 _SECONDS = 10  # between lines, where there is no terminal
 
@@ -26,7 +27,8 @@ def import_command(source: Path, target: Path) -> int:
         done = import_directory(source, target, progress)
     _print(f"{_count(done)} from {source} in {target}, each compared with its file")
     if done.dropped:
-        _print(f"{len(done.dropped)} tensors were not converted: {done.dropped[0]} and what is like it")
+        more = f" and {len(done.dropped) - 1} more" if len(done.dropped) > 1 else ""
+        _print(f"not converted, since this model has no such part of its own: {done.dropped[0]}{more}")
     return 0
 
 
@@ -50,20 +52,24 @@ def export_command(source: Path, target: Path, like: Path | None, dtype: str | N
 
 
 def _describe_as_qwen3(checkpoint: Path, directory: Path) -> None:
-    """Configuration and tokenizer for a model that was made here."""
-    from models.config import ModelConfig
-    from models.convert.files import MODEL, small_files
+    """Configuration and tokenizer for a model that was made here. Raises UsageError where it is no Qwen3."""
+    from models.convert.exporting import differing
+    from models.convert.files import HUGGINGFACE, tokenizer_files, trained_model
+    from models.convert.huggingface import describe
     from models.convert.native import qwen3_config
     from moe_rl.tasks import ByteTokenizer
 
-    model = ModelConfig.model_validate_json((checkpoint / MODEL).read_text())
+    model = trained_model(checkpoint)
     (directory / "config.json").write_text(json.dumps(qwen3_config(model)))
     if model.tokenizer in (None, ByteTokenizer.name):
         ByteTokenizer().save(directory)
-        return
-    for path in small_files(Path(model.tokenizer)):
-        if path.name != "config.json":
-            shutil.copyfile(path, directory / path.name)
+    for path in tokenizer_files(checkpoint / HUGGINGFACE):
+        shutil.copyfile(path, directory / path.name)
+    if key := differing(model, describe(directory, "CKPT").model()):
+        raise UsageError(
+            f"CKPT={checkpoint}: model.{key}={getattr(model, key)}: no Qwen3 has that, and which other family the model is of "
+            "is not known; name a Hugging Face directory of one like it with --like"
+        )
 
 
 def _count(done: Converted) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from models.config import ModelConfig
 from moe_rl import checkpoint_paths
 from moe_rl.config import RunConfig
 from parallel.errors import UsageError
@@ -36,6 +37,16 @@ def evaluated(config: RunConfig) -> Path:
             "or a Hugging Face directory as model.path"
         )
     return found
+
+
+def check(path: Path | None, model: ModelConfig) -> None:
+    """Raises UsageError where what `initial` or `evaluated` returned is a Hugging Face directory and its tensors are not the
+    model's, as far as the headers of its files tell: before a process starts, and in a second."""
+    if path is None or checkpoint_paths.is_checkpoint(path):
+        return
+    from models.convert.huggingface import describe, opened
+
+    opened(describe(path), model)
 
 
 def load(path: Path, model: "MoEModel") -> None:

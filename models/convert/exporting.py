@@ -10,7 +10,7 @@ import torch
 
 from models.config import ModelConfig
 from models.convert.checkpoint_reader import CheckpointReader
-from models.convert.files import HUGGINGFACE, MODEL, TENSORS, exported_config, small_files
+from models.convert.files import HUGGINGFACE, MODEL, exported_config, read_imported, small_files, trained_model
 from models.convert.hashing import fingerprint
 from models.convert.huggingface import Description, describe, piece_map
 from models.convert.importing import Converted, Progress
@@ -86,7 +86,7 @@ def export_directory(
 def _plan(source: Path, like: Path | None, dtype: torch.dtype | None) -> _Plan:
     reader = CheckpointReader(source)
     origin = describe(like or _kept(source), "--like" if like else "CKPT")
-    model = ModelConfig(**origin.values)
+    model = origin.model()
     _check_same_model(source, origin, model)
     for key, shape in (shapes := global_shapes(model)).items():
         found = reader.names[key].shape if key in reader.names else None
@@ -96,9 +96,10 @@ def _plan(source: Path, like: Path | None, dtype: torch.dtype | None) -> _Plan:
     if extra := [key for key in reader.names if key not in shapes]:
         raise UsageError(f"{source}: tensor {extra[0]} is unexpected in the model of {origin.directory}")
     pieces = piece_map(origin, model)
-    kinds = {}
+    kinds, imported = {}, read_imported(source)
     for name, shape in pieces.hf_shapes().items():
-        kept = reader.names[pieces.by_name[name][0].key].dtype
+        # queries may have been of another type than keys, with which they share a tensor here
+        kept = imported[name].dtype if name in imported else reader.names[pieces.by_name[name][0].key].dtype
         kinds[name] = (dtype or kept, shape)
     return _Plan(origin, reader, pieces, kinds)
 
@@ -122,14 +123,18 @@ def _check_same_model(source: Path, origin: Description, model: ModelConfig) -> 
     """That what the run computed with these weights is what config.json says."""
     if not (source / MODEL).exists():
         return
-    trained = ModelConfig.model_validate_json((source / MODEL).read_text())
-    for key in type(model).model_fields:
-        ours, theirs = getattr(trained, key), getattr(model, key)
-        if key not in _FREE and ours != theirs:
-            raise UsageError(
-                f"{source}: was trained with model.{key}={ours}, {origin.directory}/config.json says {theirs}: with it, the "
-                "weights would mean something else; name a fitting directory with --like"
-            )
+    trained = trained_model(source)
+    if key := differing(trained, model):
+        raise UsageError(
+            f"{source}: was trained with model.{key}={getattr(trained, key)}, {origin.directory}/config.json says "
+            f"{getattr(model, key)}: with it, the weights would mean something else; name a fitting directory with --like"
+        )
+
+
+def differing(one: ModelConfig, other: ModelConfig) -> str | None:
+    """The first setting, if any, by which the same weights compute something else."""
+    keys = (key for key in type(one).model_fields if key not in _FREE)
+    return next((key for key in keys if getattr(one, key) != getattr(other, key)), None)
 
 
 def _add_small_files(writer: Writer, plan: _Plan) -> None:
@@ -145,8 +150,6 @@ def _add_small_files(writer: Writer, plan: _Plan) -> None:
 
 def _unchanged(source: Path, hashes: dict[str, str]) -> int | None:
     """How many tensors are, to the bit, those that were imported."""
-    file = source / HUGGINGFACE / TENSORS
-    if not file.exists():
+    if not (imported := read_imported(source)):
         return None
-    imported = json.loads(file.read_text())
-    return sum(name in imported and imported[name][2] == value for name, value in hashes.items())
+    return sum(name in imported and imported[name].hash == value for name, value in hashes.items())

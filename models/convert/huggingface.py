@@ -2,36 +2,53 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from huggingface_hub.errors import StrictDataclassError
+from pydantic import ValidationError
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.convert.families import FAMILIES, Family
+from models.convert.hashing import row_blocks
 from models.convert.pieces import PieceMap
 from models.convert.quantised import Dequantised
 from models.convert.safetensors_reader import Reader
-from models.convert.shapes import Shape, global_shapes
-from models.convert.storage import Source
+from models.convert.shapes import global_shapes
+from models.convert.storage import Source, Stored
 from models.convert.values import common
 from parallel.errors import UsageError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+# What a reader of settings raises that trusts them
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
 class Description:
-    """config.json of a directory. hf: transformers' configuration of it."""
+    """config.json of a directory, which the user named by `key`. hf: transformers' configuration of it. values: keys of the
+    model section."""
 
     directory: Path
+    key: str
     hf: Any
     family: Family
+    values: dict[str, Any]
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """Keys of the model section."""
-        return {**common(self.hf), **self.family.values(self.hf)}
+    def model(self, path: Path | None = None) -> ModelConfig:
+        """Those as a model section, with `path` as model.path. Raises UsageError where there can be no such model."""
+        try:
+            return ModelConfig(**self.values, path=path)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            reason = f"model.{place}={first['input']}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
+            raise UsageError(f"{self.key}={self.directory}: config.json is of no model that can be built: {reason}") from error
 
 
 def describe(directory: Path, key: str = "model.path") -> Description:
@@ -45,15 +62,34 @@ def describe(directory: Path, key: str = "model.path") -> Description:
     except ValueError as error:
         raise UsageError(f"{key}={directory}: config.json is not JSON: {error}") from error
     kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UsageError(f"{key}={directory}: model_type={kind}: cannot be converted; must be one of {', '.join(FAMILIES)}")
     from transformers import AutoConfig
 
+    family = FAMILIES[kind]
     try:
         hf = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{key}={directory}: transformers cannot read config.json: {' '.join(str(error).split())}") from error
-    return Description(directory, hf, FAMILIES[kind])
+        values = {**common(hf), **family.values(hf)}
+    except UsageError:
+        raise
+    except _MALFORMED as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"{key}={directory}: config.json cannot be read: {type(error).__name__}: {reason}") from error
+    return Description(directory, key, hf, family, values)
+
+
+class Opened(NamedTuple):
+    """Tensors of a directory that are those of a model. dropped: names of the others, which are not converted."""
+
+    pieces: PieceMap
+    source: Source
+    dropped: list[str]
+
+
+def opened(description: Description, model: ModelConfig) -> Opened:
+    """Reads no more than the headers of files. Raises UsageError for a tensor that is missing, unexpected or misshapen."""
+    pieces, source = piece_map(description, model), open_tensors(description)
+    return Opened(pieces, source, check_names(description, pieces, source.names))
 
 
 def open_tensors(description: Description) -> Source:
@@ -74,17 +110,49 @@ def piece_map(description: Description, model: ModelConfig) -> PieceMap:
     return PieceMap(pieces)
 
 
-def check_names(description: Description, pieces: PieceMap, found: Mapping[str, Shape]) -> list[str]:
-    """The names that are not converted. Raises UsageError for a tensor that is missing, unexpected or of another shape."""
+def check_names(description: Description, pieces: PieceMap, found: Mapping[str, Stored]) -> list[str]:
+    """The names that are not converted. Raises UsageError for a tensor that is missing, unexpected, of another shape or of a
+    type that is none of a weight's."""
     wanted, where = pieces.hf_shapes(), description.directory
     for name, shape in wanted.items():
         if name not in found:
             raise UsageError(f"{where}: tensor {name} {list(shape)} is missing")
-        if found[name] != shape:
-            raise UsageError(f"{where}: tensor {name} has shape {list(found[name])}, must be {list(shape)}")
+        if found[name].shape != shape:
+            raise UsageError(f"{where}: tensor {name} has shape {list(found[name].shape)}, must be {list(shape)}")
+        if not found[name].dtype.is_floating_point or found[name].dtype.itemsize < 2:
+            kind = str(found[name].dtype).removeprefix("torch.")
+            raise UsageError(
+                f"{where}: tensor {name} is {kind}, and config.json has no quantization_config; must be bfloat16, float16 or "
+                "float32"
+            )
     ignored = re.compile("|".join([*description.family.ignored(description.hf), r".*\.rotary_emb\.inv_freq"]))
     extra = [name for name in found if name not in wanted]
     for name in extra:
-        if not ignored.fullmatch(name) and not (name == "lm_head.weight" and description.hf.tie_word_embeddings):
-            raise UsageError(f"{where}: tensor {name} {list(found[name])} is unexpected in a {description.hf.model_type} model")
+        if not ignored.fullmatch(name) and not (name == _HEAD and description.hf.tie_word_embeddings):
+            kind = description.hf.model_type
+            raise UsageError(f"{where}: tensor {name} {list(found[name].shape)} is unexpected in a {kind} model")
     return extra
+
+
+def head_is_embedding(source: Source, dropped: Sequence[str], part: int = 0, parts: int = 1) -> bool:
+    """Whether an output layer that is not converted, because it is tied to the embedding, is the embedding. part: of so many
+    `parts`, the one whose rows are compared."""
+    if _HEAD not in dropped:
+        return True
+    embedding, head = source.names[_EMBEDDING], source.names[_HEAD]
+    if embedding.shape != head.shape:
+        return False
+
+    def rows(name: str, block: slice) -> Tensor:
+        return source.read(name, (block,)).float()
+
+    blocks = list(row_blocks(head.shape, head.dtype))[part::parts]
+    return all(bool((rows(_EMBEDDING, block) == rows(_HEAD, block)).all()) for block in blocks)
+
+
+def head_differs(description: Description) -> UsageError:
+    """What to raise where it is not."""
+    return UsageError(
+        f"{description.directory}: tensor {_HEAD} is not {_EMBEDDING}, but config.json says tie_word_embeddings=true; set it "
+        "to false there if the model has an output layer of its own, or fetch the weights again"
+    )

@@ -1,7 +1,6 @@
 """A Hugging Face directory -> a checkpoint in Megatron's format, one tensor in memory at a time."""
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from models.config import ModelConfig
 from models.convert.checkpoint_reader import CheckpointReader
 from models.convert.checkpoint_writer import CheckpointWriter
-from models.convert.files import HUGGINGFACE, TENSORS, keep_with
-from models.convert.hashing import fingerprint
-from models.convert.huggingface import check_names, describe, open_tensors, piece_map
+from models.convert.files import Imported, keep_with, write_imported
+from models.convert.hashing import fingerprint, row_blocks
+from models.convert.huggingface import describe, head_differs, head_is_embedding, opened
 from models.convert.memory import free_tensors_at_once
 from models.convert.pieces import Index, PieceMap, lengths, whole
 from models.convert.shapes import Shape, global_shapes
@@ -43,10 +41,10 @@ def import_directory(source: Path, target: Path, progress: Progress = lambda don
     """
     free_tensors_at_once()
     description = describe(source, "HF_DIR")
-    model = ModelConfig(**description.values, path=source)
-    pieces = piece_map(description, model)
-    reader = open_tensors(description)
-    dropped = check_names(description, pieces, {name: stored.shape for name, stored in reader.names.items()})
+    model = description.model(source)
+    pieces, reader, dropped = opened(description, model)
+    if not head_is_embedding(reader, dropped):
+        raise head_differs(description)
     names = list(pieces.by_name)
     shapes = global_shapes(model)
     kinds = {key: (_dtype_of(pieces, key, reader), shape) for key, shape in shapes.items()}
@@ -60,7 +58,7 @@ def import_directory(source: Path, target: Path, progress: Progress = lambda don
 
     with CheckpointWriter(target, kinds) as writer:
         for key, (dtype, shape) in kinds.items():
-            for box in chunks_of(key, shape):
+            for box in chunks_of(key, shape, dtype):
                 block = torch.empty(lengths(box), dtype=dtype)
                 pieces.to_megatron(key, box, reader.read, block)
                 writer.add_rows(key, box[0].start, block)
@@ -70,18 +68,18 @@ def import_directory(source: Path, target: Path, progress: Progress = lambda don
         for name in names:
             hashes[name] = fingerprint(*_kind(reader, name), lambda rows, name=name: reader.read(name, (rows,)))
             advance(nbytes(*_kind(reader, name)))
-        kept = {name: [str(reader.names[name].dtype), list(reader.names[name].shape), hashes[name]] for name in names}
-        (writer.directory / HUGGINGFACE / TENSORS).write_text(json.dumps(kept))
+        kept = {name: Imported(reader.names[name].dtype, reader.names[name].shape, hashes[name]) for name in names}
+        write_imported(writer.directory, kept)
         writer.finish()
         _check_hashes(CheckpointReader(writer.directory), pieces, reader, hashes, advance)
     return Converted(len(names), sum(math.prod(reader.names[name].shape) for name in names), dropped)
 
 
-def chunks_of(key: str, shape: Shape) -> list[Index]:
-    """The parts in which a tensor is written: each expert by itself."""
-    if ".experts.experts." not in key:
-        return [whole(shape)]
-    return [(slice(expert, expert + 1), *whole(shape[1:])) for expert in range(shape[0])]
+def chunks_of(key: str, shape: Shape, dtype: torch.dtype) -> list[Index]:
+    """The parts in which a tensor is written: each expert by itself, and others in blocks of rows (vocabularies are large)."""
+    each_expert = (slice(expert, expert + 1) for expert in range(shape[0]))
+    rows = each_expert if ".experts.experts." in key else row_blocks(shape, dtype)
+    return [(some, *whole(shape[1:])) for some in rows]
 
 
 def _dtype_of(pieces: PieceMap, key: str, reader: Source) -> torch.dtype:

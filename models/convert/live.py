@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from models.convert.huggingface import check_names, describe, open_tensors, piece_map
+from models.convert.huggingface import describe, head_differs, head_is_embedding, opened
 from models.convert.pieces import Index, PieceMap, Read
 from models.initialise import global_shards
 from models.transformer import Transformer
@@ -13,14 +14,16 @@ from parallel.groups import Groups
 
 
 def load(directory: Path, model: Transformer) -> None:
-    """Weights and buffers of a live model, in any layout.
+    """Weights and buffers of a live model, in any layout (collective).
 
     Raises UsageError, on every rank before any weight has changed, where a tensor is missing, unexpected or misshapen.
     """
     description = describe(directory)
-    pieces = piece_map(description, model.config)
-    reader = open_tensors(description)
-    check_names(description, pieces, {name: stored.shape for name, stored in reader.names.items()})
+    pieces, reader, dropped = opened(description, model.config)
+    same = torch.tensor(head_is_embedding(reader, dropped, dist.get_rank(), dist.get_world_size()), dtype=torch.int)
+    dist.all_reduce(same := same.to(model.device), dist.ReduceOp.MIN)
+    if not same:
+        raise head_differs(description)
     fill(model.bare, model.groups, pieces, reader.read)
 
 
