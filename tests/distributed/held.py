@@ -54,7 +54,7 @@ def cached(runtime: Runtime, case: Case, prompts: list[int], response: int) -> i
     """Bytes of keys and values that a generation of prompts of these lengths has when it ends."""
     with built(case, runtime) as model:
         requests = [Request([1] * n, seed=i) for i, n in enumerate(prompts)]
-        generation = _Generation(model, requests, Sampling(response, 1.0, 1.0, 0, frozenset(), False), True)
+        generation = _Generation(model, requests, Sampling(response, 1.0, 1.0, 0, frozenset(), False), None, True)
         with torch.no_grad(), model.generating():
             generation.run()
         buffers = generation.cache._buffers.values()

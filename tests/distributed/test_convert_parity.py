@@ -1,4 +1,4 @@
-"""A checkpoint's log-probabilities, expert choices and gradients are transformers' in every layout; ranks read their part alone.
+"""Log-probabilities, expert choices and gradients of checkpoints are transformers' in every layout; ranks read their own part.
 
 Tolerances as in one process (tests/unit/test_convert_parity.py, test_convert_gradients.py): measured here, log-probabilities
 differ by at most 1.3e-5, a gradient by 1.1e-5 of its norm.
