@@ -40,9 +40,9 @@ def evaluated(config: RunConfig) -> Path:
 
 
 def check(path: Path | None, model: ModelConfig) -> None:
-    """Raises UsageError where what `initial` or `evaluated` returned is a Hugging Face directory and its tensors are not the
-    model's, as far as the headers of its files tell: before a process starts, and in a second."""
-    if path is None or checkpoint_paths.is_checkpoint(path):
+    """Raises UsageError where what `initial` or `evaluated` returned is model.path, a Hugging Face directory, and its tensors
+    are not the model's, as far as the headers of its files tell: before a process starts."""
+    if path is None or path != model.path or checkpoint_paths.is_checkpoint(path):
         return
     from models.convert.huggingface import describe, opened
 
