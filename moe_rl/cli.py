@@ -156,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
             settings = config.load(arguments.config, arguments.overrides)
             processes = world.size if world else settings.run.processes or settings.parallel.fewest_processes
             config.check(settings, processes)
-            _preflight(settings, arguments.command)
+            _preflight(settings, arguments.command, launched=world is not None)
     except UsageError:
         if world and world.local_rank:  # every rank of a node finds the same: one says it
             return 2
@@ -169,8 +169,8 @@ def _run(arguments: argparse.Namespace) -> int:
     return launch(command, processes, settings.run.threads)
 
 
-def _preflight(settings: "RunConfig", command: str) -> None:
-    """Raises UsageError for what the run would otherwise stumble over once it has started."""
+def _preflight(settings: "RunConfig", command: str, *, launched: bool) -> None:
+    """Raises UsageError for what the run would otherwise stumble over once it has started. launched: one of many does it."""
     from moe_rl import checkpoint_paths, tracking, weights
     from moe_rl.tasks import build_encoder, build_task, build_tokenizer, check_prompts, check_vocab, fitting
 
@@ -181,9 +181,9 @@ def _preflight(settings: "RunConfig", command: str) -> None:
     if settings.critic.load is not None and settings.algorithm.trains_critic and not begun:
         checkpoint_paths.find_critic(settings.critic.load, "critic.load")
     if command == "eval":
-        weights.check(weights.evaluated(settings), settings.model)
+        weights.check(weights.evaluated(settings), settings.model, reads=not launched)
     elif not begun:
-        weights.check(weights.initial(settings), settings.model)
+        weights.check(weights.initial(settings), settings.model, reads=not launched)
     trains = command != "eval"
     task = build_task(settings.task, trains=trains)
     tokenizer = build_tokenizer(settings.model.tokenizer)

@@ -241,7 +241,9 @@ def _beneath_model(preset: object, path: object) -> dict[str, Any]:
     from models.convert.huggingface import describe
 
     directory = huggingface_directory(Path(path))
-    return {**describe(directory).values, "tokenizer": str(directory)}
+    description = describe(directory)
+    description.model()  # what it says by itself is right, so that an error below is the settings'
+    return {**description.values, "tokenizer": str(directory)}
 
 
 def _preset(name: object) -> dict[str, Any]:

@@ -39,14 +39,17 @@ def evaluated(config: RunConfig) -> Path:
     return found
 
 
-def check(path: Path | None, model: ModelConfig) -> None:
-    """Raises UsageError where what `initial` or `evaluated` returned is a Hugging Face directory and its tensors are not the
-    model's, as far as the headers of its files tell: before a process starts, and in a second."""
-    if path is None or checkpoint_paths.is_checkpoint(path):
+def check(path: Path | None, model: ModelConfig, *, reads: bool) -> None:
+    """Raises UsageError where what `initial` or `evaluated` returned is model.path, a Hugging Face directory, and its tensors
+    are not the model's, as far as the headers of its files tell: before a process starts. reads: a tied output layer that is
+    in the files as well is compared, too."""
+    if path is None or path != model.path or checkpoint_paths.is_checkpoint(path):
         return
-    from models.convert.huggingface import describe, opened
+    from models.convert.huggingface import describe, head_differs, head_is_embedding, opened
 
-    opened(describe(path), model)
+    _, source, dropped = opened(description := describe(path), model)
+    if reads and not head_is_embedding(source, dropped):
+        raise head_differs(description)
 
 
 def load(path: Path, model: "MoEModel") -> None:

@@ -95,7 +95,12 @@ def opened(description: Description, model: ModelConfig) -> Opened:
 def open_tensors(description: Description) -> Source:
     """The directory's tensors; those that are quantised as the bfloat16 ones that they stand for."""
     reader, quantisation = Reader(description.directory), getattr(description.hf, "quantization_config", None)
-    return reader if quantisation is None else Dequantised(reader, quantisation)
+    if quantisation is None:
+        return reader
+    try:
+        return Dequantised(reader, quantisation)
+    except UsageError as error:
+        raise UsageError(f"{description.directory}: {error}") from error
 
 
 def piece_map(description: Description, model: ModelConfig) -> PieceMap:
