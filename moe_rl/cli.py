@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_rl.plan import options as plan_options
 from parallel.errors import UsageError
@@ -54,6 +54,21 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
+class _CommandParser(_Parser):
+    """Of one command: settings and options in any order."""
+
+    _inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self._inside:
+            return super().parse_known_args(args, namespace)
+        self._inside = True  # parse_known_intermixed_args asks this method, for the options and for the rest
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._inside = False
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted, 1 anything else."""
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -75,7 +90,7 @@ def _parser() -> _Parser:
         epilog="moe-rl COMMAND --help shows examples. README.md lists every setting.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, does, examples in (
         ("train", "reinforcement learning", _TRAIN_EXAMPLES),
         ("sft", "supervised training (a warm start)", _SFT_EXAMPLES),
