@@ -116,7 +116,7 @@ def _parser() -> _Parser:
 
 
 def _add_command(
-    commands: "argparse._SubParsersAction[_Parser]",
+    commands: "argparse._SubParsersAction[_CommandParser]",
     name: str,
     does: str,
     examples: str,
