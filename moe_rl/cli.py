@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_rl import examples
 from moe_rl.plan import options as plan_options
@@ -22,6 +22,21 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             message += " (settings are written key.path=value, such as run.steps=20)"
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+class _CommandParser(_Parser):
+    """Of one command: settings and options in any order."""
+
+    _inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self._inside:
+            return super().parse_known_args(args, namespace)
+        self._inside = True  # parse_known_intermixed_args asks this method, for the options and for the rest
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._inside = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +60,7 @@ def _parser() -> _Parser:
         epilog="moe-rl COMMAND --help shows examples. README.md lists every setting.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, does, shown in (
         ("train", "reinforcement learning", examples.TRAIN),
         ("sft", "supervised training (a warm start)", examples.SFT),
@@ -80,7 +95,7 @@ def _parser() -> _Parser:
 
 
 def _add_command(
-    commands: "argparse._SubParsersAction[_Parser]",
+    commands: "argparse._SubParsersAction[_CommandParser]",
     name: str,
     does: str,
     shown: str,

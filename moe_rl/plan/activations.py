@@ -115,7 +115,4 @@ def _experts(model: ModelConfig, here: float, parallel: ParallelConfig, kernels:
     clamps = 2 if model.glu_clamp is not None else 0
     token = (6 + clamps) * width * size + model.hidden * size * (2 if model.bias else 1) + _FLOAT
     arriving = here * model.topk * parallel.expert_tensor * kernels.imbalance
-    if parallel.dispatcher == "allgather":  # every rank holds all tokens of its group, and keeps those of its experts
-        gathered = here * parallel.expert * parallel.expert_tensor
-        return arriving * token + gathered * (model.hidden * size + model.experts * _FLOAT)
     return arriving * token

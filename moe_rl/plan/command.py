@@ -8,6 +8,7 @@ from moe_rl.config import RunConfig
 from moe_rl.plan import planner, show
 from moe_rl.plan.cluster import GIB, Cluster
 from moe_rl.plan.planner import Planned
+from parallel.errors import UsageError
 
 _WIDTH = 132  # where there is no terminal to ask
 
@@ -18,12 +19,19 @@ def plan(config: RunConfig, cluster: Cluster, top: int | None, json_file: Path |
     console = Console()
     show.show(planned, console if console.is_terminal else Console(width=_WIDTH), top)
     if json_file is not None:
-        json_file.write_text(show.as_json(planned) + "\n")
+        _write(json_file, show.as_json(planned) + "\n")
         print(f"\nall layouts: {json_file}")
     if planned.best is not None:
         return 0
     print(f"\nnothing fits: {_what_is_short(planned)}\n{_what_would_do(planned)}")
     return 1
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UsageError(f"--json={path}: cannot be written: {error.strerror}") from error
 
 
 def _what_is_short(planned: Planned) -> str:

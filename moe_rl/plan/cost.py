@@ -3,6 +3,7 @@
 An estimate from published speeds. It was tried on no GPU: take it as an order to try layouts in.
 """
 
+import math
 from dataclasses import dataclass
 
 from models import parameters
@@ -129,8 +130,10 @@ class CostModel:
         weights = self.dense_weights / parallel.tensor + self.expert_weights / (parallel.expert * parallel.expert_tensor)
         read = weights * self.size / speeds.memory
         through = stages * self._forward(parallel, work.rows, out, between, tensor)
-        exchanges = 2 * self.moe_layers * (speeds.collective_between if between else speeds.collective) * (out > 0)
-        collectives = exchanges + 2 * self.model.layers * speeds.collective * (parallel.tensor > 1)
+        nodes = -(-parallel.expert * parallel.expert_tensor // self.cluster.gpus)
+        latency = speeds.collective + speeds.collective_between * math.log2(nodes)  # in rounds that double what is reached
+        collectives = 2 * self.moe_layers * latency * (out > 0)
+        collectives += 2 * self.model.layers * speeds.collective * (parallel.tensor > 1)
         step = max(read, through) + collectives + self.model.layers * speeds.layer
         prefill = stages * self._forward(parallel, work.rows * work.prompt, out, between, tensor)
         return work.batches * (prefill + work.response * step)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from models.config import OptimizerConfig
+from models.model import MoEModel
+from models.stream import pack_sequences
 from models.value import ValueModel
 from moe_rl.rollouts.embedded import EmbeddedEngine, _Generation
 from moe_rl.rollouts.engine import Request
@@ -60,6 +62,35 @@ def cached(runtime: Runtime, case: Case, prompts: list[int], response: int) -> i
         buffers = generation.cache._buffers.values()
         assert EmbeddedEngine(model, len(prompts)).max_batch == len(prompts)
         return sum(tensor.untyped_storage().nbytes() for pair in buffers for tensor in pair)
+
+
+def saved(runtime: Runtime, case: Case, tokens: int) -> int:
+    """Bytes that the forward pass of one microbatch of `tokens` tokens saves for its backward pass on this rank."""
+    with built(case, runtime) as model:
+        return saved_bytes(model, tokens)[0]
+
+
+def saved_bytes(model: MoEModel, tokens: int) -> tuple[int, int]:
+    """Of all tensors that are saved, each memory once, without the weights: (by the forward pass, also by recomputation)."""
+    weights = {p.untyped_storage().data_ptr() for chunk in model.bare for p in chunk.parameters()}
+    found: dict[int, tuple[int, Tensor]] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes(), tensor.detach()  # kept, so that no other takes its place
+        return tensor
+
+    def size() -> int:
+        return sum(size for size, _ in found.values())
+
+    # two rows of equal length: torch's attention copies others into padded rows
+    part = (model.groups.tensor.rank, model.groups.tensor.size)
+    stream = pack_sequences([list(range(tokens // 2 + 1))] * 2, [1, 1], tokens, model.device, part=part)
+    losses: list[Any] = [lambda scores: (scores.logprobs.sum(), size())]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        before = model.accumulate_gradients([stream], losses, tokens)
+    return (before[0] if before else size()), size()
 
 
 def _states(model: Any, optimizer: Any) -> tuple[int, int, int]:

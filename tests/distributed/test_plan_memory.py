@@ -10,12 +10,13 @@ import pytest
 
 from models import parameters
 from models.parameters import Split
-from moe_rl.plan import placement
+from moe_rl.plan import activations, placement
+from moe_rl.plan.activations import Kernels
 from moe_rl.plan.memory import kv_cache
 from moe_rl.plan.stages import stages
 from moe_rl.plan.states import StateMemory, optimizer_bytes
 from moe_rl.plan.workload import Workload
-from tests.distributed.held import cached_by_each, held_by_critic, held_by_each
+from tests.distributed.held import cached_by_each, held_by_critic, held_by_each, saved
 from tests.distributed.passes import Case
 from tests.distributed.ranks import run_on_ranks
 
@@ -113,3 +114,31 @@ def test_keys_and_values_of_a_generation(layout: dict[str, Any]) -> None:
         for case, real in zip(cases, found, strict=True):
             stage = stages(case.config, parallel)[placement.stage_of(rank, parallel, size)]
             assert kv_cache(case.config, stage, parallel, work) == real
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "close"),
+    [
+        (dict(expert=2), {}, 0),
+        (dict(pipeline=2), {}, 0),
+        (dict(tensor=2, expert=2), dict(dtype="bfloat16"), 2e-4),
+        (dict(tensor=2), dict(shared_ffn=40, dense_layers=[0]), 0.05),
+        (dict(tensor=2), LATENT | dict(q_lora_rank=20, v_head_dim=24), 0.01),
+        (dict(expert_tensor=2, dispatcher="allgather"), {}, 0.01),
+    ],
+    ids=str,
+)
+def test_what_autograd_saves_on_several_ranks(layout: dict[str, Any], model: dict[str, Any], close: float) -> None:
+    """Summed over the ranks, among which the routers spread a microbatch's tokens as they do. Two tensor ranks in float32 keep
+    the angles of rotation once where the plan counts them for queries and for keys."""
+    case, tokens = Case(layout=layout, model=model), 128
+    config, parallel, kernels = case.config, case.parallel, Kernels(fused=False)
+    size = parallel.fewest_processes
+    ours = 0.0
+    for stage in stages(config, parallel):
+        (chunk,) = stage.chunks
+        rank = chunk.dense * activations.layer(config, False, tokens, parallel, kernels)
+        rank += chunk.moe * activations.layer(config, True, tokens, parallel, kernels)
+        rank += activations.head(config, tokens, parallel, kernels) if chunk.last else 0
+        ours += size // parallel.pipeline * (rank + 8 * tokens * chunk.first)
+    assert ours == pytest.approx(sum(run_on_ranks(saved, size, case, tokens)), rel=close, abs=0)

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.logprobs import Vocabulary, logprobs_and_entropy
-from models.model import MoEModel
 from models.parameters import layer
-from models.stream import Stream, pack_sequences
 from moe_rl.plan import activations
 from moe_rl.plan.activations import Kernels
 from parallel.config import ParallelConfig
 from parallel.runtime import Runtime, started
+from tests.distributed.held import saved_bytes
 from tests.distributed.passes import Case, built
 
 TORCH, ONE = Kernels(fused=False), ParallelConfig()
@@ -45,32 +44,6 @@ MODELS: dict[str, dict[str, Any]] = {
 def runtime() -> Iterator[Runtime]:
     with started(seed=0, threads=1, timeout_seconds=60) as here:
         yield here
-
-
-def stream_of(model: MoEModel, tokens: int, rows: int = 2) -> Stream:
-    """Rows of equal length (torch's attention copies others into padded rows)."""
-    sequence = list(range(tokens // rows + 1))
-    return pack_sequences([sequence] * rows, [1] * rows, tokens, model.device)
-
-
-def saved_bytes(model: MoEModel, tokens: int) -> tuple[int, int]:
-    """Of all tensors that are saved, each memory once, without the weights: (by the forward pass, also by recomputation)."""
-    weights = {p.untyped_storage().data_ptr() for chunk in model.bare for p in chunk.parameters()}
-    found: dict[int, tuple[int, Tensor]] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes(), tensor.detach()  # kept, so that no other takes its place
-        return tensor
-
-    def size() -> int:
-        return sum(size for size, _ in found.values())
-
-    losses: list[Any] = [lambda scores: (scores.logprobs.sum(), size())]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        (before,) = model.accumulate_gradients([stream_of(model, tokens)], losses, tokens)
-    return before, size()
 
 
 def predicted(case: Case, tokens: int) -> float:
