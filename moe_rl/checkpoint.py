@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,18 @@ from models.model import MoEModel
 from models.optimizer import Optimizer
 from models.transformer import Transformer
 from models.value import ValueModel
+from moe_rl import checkpoint_paths
 from moe_rl.checkpoint_paths import CRITIC, find_critic, numbered
 from parallel.errors import UsageError
 
+if TYPE_CHECKING:
+    from moe_rl.step_state import StepState
+
+_BEGUN = "begun"  # in a checkpoint saved within a step: each rank's part of that step
+_ELSEWHERE = (
+    "{path}: was saved within a step, which goes on only in the layout and number of processes that began it; use those, or "
+    "remove it to go on from the checkpoint before"
+)
 _PINNED = "pinned"  # a file of this name in a checkpoint keeps it
 
 
@@ -55,19 +64,21 @@ def save(
     *,
     pinned: bool = False,
     critic: CriticState | None = None,
+    begun: "StepState | None" = None,
 ) -> Path:
     """Saves weights, optimizer, schedule, every rank's random state and `progress` (collective); keeps the newest `keep`.
 
     pinned: this one stays, and does not count among them. critic: weights, optimizer and schedule of it are saved too.
+    begun: a step within which this is, of each rank.
     """
-    target = directory / f"step_{progress.step:06d}"
+    target = directory / checkpoint_paths.name(progress.step, begun and begun.done)
 
     def states() -> Iterator[tuple[str, dict[str, Any]]]:  # one at a time: a state holds gathered moments
         yield "", _trained(model, optimizer) | {"progress": asdict(progress), "random": _random_state()}
         if critic is not None:
             yield CRITIC, _trained(*critic)
 
-    _write(target, states(), model)
+    _write(target, states(), model, begun)
     if dist.get_rank() == 0:
         if pinned:
             (target / _PINNED).touch()
@@ -144,7 +155,29 @@ def _random_state() -> Any:
     return {"torch": ShardedObject("random/torch", torch.get_rng_state(), (ranks,), (rank,), replica_id=0)}
 
 
-def _write(target: Path, states: Iterable[tuple[str, dict[str, Any]]], model: MoEModel) -> None:
+def load_begun(path: Path, model: MoEModel) -> "StepState | None":
+    """This rank's part of the step within which a checkpoint was saved; None where it was saved after one (collective).
+
+    Raises UsageError in another layout than it was saved in: a microbatch is cut for one.
+    """
+    if not (path / _BEGUN).is_dir():
+        return None
+    file, layout = _begun_file(path), model.groups.parallel.model_dump()
+    if not file.exists() or len(list((path / _BEGUN).iterdir())) != dist.get_world_size():
+        raise UsageError(_ELSEWHERE.format(path=path))
+    saved = torch.load(file, map_location=model.device, weights_only=False)
+    if saved["layout"] != layout:
+        raise UsageError(_ELSEWHERE.format(path=path))
+    return saved["step"]
+
+
+def _begun_file(path: Path) -> Path:
+    return path / _BEGUN / f"rank_{dist.get_rank():05d}.pt"
+
+
+def _write(
+    target: Path, states: Iterable[tuple[str, dict[str, Any]]], model: MoEModel, begun: "StepState | None" = None
+) -> None:
     """Each state into its folder of `target` ("": itself), and what `model` is: beside its place, then all renamed together;
     what is there under that name is replaced."""
     from megatron.core import dist_checkpointing
@@ -160,6 +193,12 @@ def _write(target: Path, states: Iterable[tuple[str, dict[str, Any]]], model: Mo
             (part / folder).mkdir(parents=True)
         dist.barrier()
         dist_checkpointing.save(state, str(part / folder), content_metadata={"ranks": dist.get_world_size()})
+        dist.barrier()
+    if begun is not None:
+        if dist.get_rank() == 0:
+            (part / _BEGUN).mkdir()
+        dist.barrier()
+        torch.save({"layout": model.groups.parallel.model_dump(), "step": begun}, _begun_file(part))
         dist.barrier()
     if dist.get_rank() == 0:
         keep_with(part, model.config)

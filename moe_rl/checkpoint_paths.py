@@ -6,12 +6,18 @@ from pathlib import Path
 from parallel.errors import UsageError
 
 CRITIC = "critic"  # the directory of a critic's checkpoint in that of its policy
-_NAME = re.compile(r"step_(\d{6,})")
+_NAME = re.compile(r"step_(\d{6,})(?:_(\d+))?")
+
+
+def name(step: int, updates: int | None = None) -> str:
+    """Of the checkpoint after `step`, or, where the next had begun, after so many of its updates."""
+    return f"step_{step:06d}" + (f"_{updates}" if updates is not None else "")
 
 
 def numbered(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of what has a checkpoint's name in a run's checkpoints/ directory, in order of steps."""
-    return sorted((int(m[1]), p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)))
+    """(step, path) of what has a checkpoint's name in a run's checkpoints/ directory, in the order in which they were made."""
+    found = [(m, p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name))]
+    return [(int(m[1]), p) for m, p in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or -1)))]
 
 
 def newest(directory: Path) -> Path | None:

@@ -1,6 +1,7 @@
 """The command line, `moe-rl`. Nothing heavy is imported until a command runs: `moe-rl --help` must answer at once."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -161,7 +162,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """train, sft and eval: everything a person can get wrong is looked at before a process or torch starts."""
+    """train, sft and eval. Where train is asked to save and end before there is anything to save, it only ends."""
+    from parallel.launch import saving_signals_end
+
+    saves = arguments.command == "train"
+    with saving_signals_end() if saves else contextlib.nullcontext():
+        return _start(arguments, saves)
+
+
+def _start(arguments: argparse.Namespace, saves: bool) -> int:
+    """Everything a person can get wrong is looked at before a process or torch starts."""
     from moe_rl import config
     from parallel.launch import launch, launched_world, report_errors
 
@@ -181,7 +191,7 @@ def _run(arguments: argparse.Namespace) -> int:
             _entry(arguments.command)(settings)
         return 0
     command = [sys.executable, "-P", "-m", "moe_rl.cli", arguments.command, arguments.config, *arguments.overrides]
-    return launch(command, processes, settings.run.threads)
+    return launch(command, processes, settings.run.threads, settings.run.saving_seconds if saves else 0.0)
 
 
 def _preflight(settings: "RunConfig", command: str, *, launched: bool) -> None:

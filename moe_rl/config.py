@@ -8,6 +8,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
@@ -40,6 +41,10 @@ class RunSection(Section):
         default=None, description="local processes to start; none: the fewest the layout allows"
     )
     threads: PositiveInt = Field(default=1, description="CPU threads a process")
+    saving_seconds: PositiveFloat = Field(
+        default=300.0,
+        description="after SIGTERM or SIGUSR1: to finish the update and save; then the run is ended",
+    )
 
 
 class ReplaySection(Section):

@@ -1,6 +1,7 @@
 """PPO's value model on the policy's ranks: what it says of every token, and its own updates."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from moe_rl.metrics import Metrics
 from moe_rl.microbatches import Minibatch, Prepared
 
 
+@dataclass
+class Pending:
+    """What its updates found since it was last asked, on this rank."""
+
+    metrics: Metrics | None = None
+    norms: list[float] = field(default_factory=list)
+
+
 class Critic:
     """A value model of the policy's shape, with its own optimizer. Every method is collective. Its passes replay no routes."""
 
@@ -29,8 +38,7 @@ class Critic:
         elif fresh and section.load is not None:
             checkpoint.load_critic_weights(section.load, model, "critic.load")
         self.state = CriticState(model, model.optimizer(section.optimizer, updates))
-        self._metrics: Metrics | None = None
-        self._norms: list[float] = []
+        self.pending = Pending()
 
     def score(self, minibatches: Sequence[Minibatch]) -> None:
         """Values of the state before each response token, before the step's updates."""
@@ -44,9 +52,9 @@ class Critic:
         optimizer.zero_grad()
         losses = [self._loss(part, minibatch) for part in minibatch.parts]
         for found in model.accumulate_gradients(minibatch.streams, losses, minibatch.tokens):
-            self._metrics = self._metrics or Metrics()
-            self._metrics.merge(found)
-        self._norms.append(optimizer.step())
+            self.pending.metrics = self.pending.metrics or Metrics()
+            self.pending.metrics.merge(found)
+        self.pending.norms.append(optimizer.step())
 
     def _loss(self, part: Prepared, minibatch: Minibatch) -> ValueLoss:
         def loss(values: Tensor) -> tuple[Tensor, Metrics]:
@@ -58,8 +66,8 @@ class Critic:
 
     def metrics(self) -> dict[str, float]:
         """Of the updates since this was asked last (collective)."""
-        found = reduce_metrics(self._metrics, self.state.model.groups)
-        norms, self._metrics, self._norms = self._norms, None, []
+        pending, self.pending = self.pending, Pending()
+        found, norms = reduce_metrics(pending.metrics, self.state.model.groups), pending.norms
         found |= explained_variance(found)
         found = {key: value for key, value in found.items() if key not in HELPERS}
         return found | {"critic/grad_norm": sum(norms) / len(norms), "critic/lr": self.state.optimizer.lr}

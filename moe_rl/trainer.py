@@ -23,10 +23,12 @@ from moe_rl.rollouts.collect import reward_metrics
 from moe_rl.rollouts.step import Sampled, sample_step
 from moe_rl.session import Session, opened
 from moe_rl.sft import supervise
+from moe_rl.step_state import StepState
 from moe_rl.stopwatch import Stopwatch
 from moe_rl.tracking import Phase, read_summary
 from moe_rl.types import Rollout
-from moe_rl.update import Minibatch, PolicyUpdate, Updated, update_metrics
+from moe_rl.update import Minibatch, PolicyUpdate, update_metrics
+from parallel.interruption import Interruption, end_after_saving
 
 
 def train(config: RunConfig) -> None:
@@ -52,14 +54,24 @@ class Trainer:
         self.critic: Critic | None = None
         self.optimizer: Optimizer
         self.watch = Watch(self.config.drift.watch)
+        self.interruption = Interruption()
+        self.begun: StepState | None = None  # a step that a checkpoint was saved within
+        self.last_saved = -1
         self.checkpoints = self.config.directory / "checkpoints"
 
     def run(self) -> None:
         for note in notes(self.config):
             self.session.say(f"note: {note}")
-        self.begin()
+        with self.interruption.listening():
+            self.begin()
+            self.steps()
+        self.end()
+
+    def steps(self) -> None:
+        """Until the last one, or until an alarm or a signal ends the run before."""
         for step in range(self.progress.step + 1, self.config.run.steps + 1):
-            metrics = self.step(step)
+            metrics = self.step(self.begun or self.begin_step(step))
+            self.begun = None
             if _due(self.config.eval.every, step):
                 metrics |= evaluate_policy(self.session)
             found, actions = self.look_out(step, metrics)
@@ -71,7 +83,7 @@ class Trainer:
             if "stop" in actions and step < self.config.run.steps:
                 self.session.say(f"stopped after step {step}; the same command goes on from here")
                 break
-        self.end()
+            self.save_where_asked(None)
 
     def begin(self) -> None:
         """Weights, optimizer and reference: as saved, or from checkpoint.load, or fresh with a warm start."""
@@ -87,10 +99,13 @@ class Trainer:
                 self.update.replay = ReplayPolicy(ReplaySection.model_validate({"mode": self.progress.replay}))
             if self.progress.step:
                 self.instruments.resume()
+            self.begun = checkpoint.load_begun(found, session.model)
             session.say(f"continuing after step {self.progress.step} from {found}")
             if session.tracker is not None:
                 session.tracker.resume(self.progress.step)
                 rundir.sort_out_traces(config.directory, after=self.progress.step)
+            if self.begun is not None:
+                self.take_up(self.begun)
             return
         if session.tracker is not None:
             rundir.sort_out_traces(config.directory, after=None)
@@ -105,6 +120,15 @@ class Trainer:
         session.log(0, evaluate_policy(session), "train")
         if config.sft.steps:
             self.save()  # so that a warm start is made once
+
+    def take_up(self, state: StepState) -> None:
+        """What belongs to a step that has begun, and lies elsewhere than in it."""
+        self.instruments.tables = state.tables
+        if state.step == 1:
+            self.instruments.resume()
+        if self.critic is not None and state.critic is not None:
+            self.critic.pending = state.critic
+        self._write_rollouts(state.step, state.sampled)
 
     def _make_optimizers(self, *, fresh: bool) -> None:
         """Of the policy, and the critic where there is one, with its own. fresh: not about to be loaded."""
@@ -127,35 +151,46 @@ class Trainer:
             checkpoint.save_weights(path, self.session.model)
         self.reference = Reference(self.session.model, on_cpu=self.config.algorithm.reference_on_cpu)
 
-    def step(self, step: int) -> dict[str, float]:
-        """One rollout batch and its updates."""
-        watch, look = Stopwatch(), self.instruments.plan(step)
-        sampled = self.rollout(step, watch, routes=self.update.replay.replays_rollout or look.close)
-        batch = sampled.kept
-        if self.session.tracker is not None and _due(self.config.tracking.rollouts_every, step):
-            rundir.write_rollouts(self.config.directory, step, batch.rollouts)
-        minibatches = self.update.prepare(batch.rollouts, self.config.run.seed, step, batch.routes)
-        metrics = reward_metrics(sampled.everything) | sampled.metrics
-        metrics |= self.score(minibatches, batch.rollouts, look, watch)
-        metrics |= self.credit.assign(minibatches, batch.rollouts, self.progress.kl_coefficient)
-        lr = self.optimizer.lr
-        updates, found = self.update_models(step, minibatches, batch.rollouts, look, watch)
+    def step(self, state: StepState) -> dict[str, float]:
+        """The updates of a step that has begun, and what is known at its end."""
+        self.update_models(state)
+        watch = state.watch
         with watch("drift"):
-            metrics |= found | self.instruments.after_updates(look, self.progress.policy_version)
-        metrics |= update_metrics(updates, self.session.groups, self.config.model.moe_layers)
-        if updates:
-            metrics["optimizer/lr"] = lr
+            metrics = state.metrics | state.found
+            metrics |= self.instruments.after_updates(state.look, self.progress.policy_version)
+        if self.critic is not None:
+            metrics |= self.critic.metrics()
+        metrics |= update_metrics(state.updates, self.session.groups, self.config.model.moe_layers)
+        if state.updates:
+            metrics["optimizer/lr"] = state.lr
         if self.reference is not None:
             metrics["kl/coefficient"] = self.progress.kl_coefficient
         self.progress = replace(
             self.progress,
-            step=step,
-            position=self.progress.position + sampled.problems,
-            policy_version=self.progress.policy_version + len(updates),
+            step=state.step,
+            position=self.progress.position + state.sampled.problems,
+            policy_version=self.progress.policy_version + len(state.updates),
             kl_coefficient=self.next_kl_coefficient(metrics),
         )
         times = watch.metrics()
-        return metrics | times | {"time/rollout_tokens_per_second": sampled.everything.tokens / times["time/rollout_seconds"]}
+        tokens = state.sampled.everything.tokens
+        return metrics | times | {"time/rollout_tokens_per_second": tokens / times["time/rollout_seconds"]}
+
+    def begin_step(self, step: int) -> StepState:
+        """One rollout batch, scored, with advantages."""
+        watch, look = Stopwatch(), self.instruments.plan(step)
+        sampled = self.rollout(step, watch, routes=self.update.replay.replays_rollout or look.close)
+        self._write_rollouts(step, sampled)
+        batch = sampled.kept
+        minibatches = self.update.prepare(batch.rollouts, self.config.run.seed, step, batch.routes)
+        metrics = reward_metrics(sampled.everything) | sampled.metrics
+        metrics |= self.score(minibatches, batch.rollouts, look, watch)
+        metrics |= self.credit.assign(minibatches, batch.rollouts, self.progress.kl_coefficient)
+        return StepState(step, look, watch, sampled, minibatches, metrics, self.optimizer.lr)
+
+    def _write_rollouts(self, step: int, sampled: Sampled) -> None:
+        if self.session.tracker is not None and _due(self.config.tracking.rollouts_every, step):
+            rundir.write_rollouts(self.config.directory, step, sampled.kept.rollouts)
 
     def rollout(self, step: int, watch: Stopwatch, *, routes: bool) -> Sampled:
         position = self.progress.position
@@ -179,31 +214,30 @@ class Trainer:
                 self.critic.score(minibatches)
         return metrics
 
-    def update_models(
-        self, step: int, minibatches: list[Minibatch], rollouts: list[Rollout], look: Look, watch: Stopwatch
-    ) -> tuple[list[Updated], dict[str, float]]:
-        """One optimizer step a minibatch and epoch, of policy and critic, and what the instruments saw around the policy's."""
-        section = self.config.algorithm
+    def update_models(self, state: StepState) -> None:
+        """One optimizer step a minibatch and epoch that is left, of policy and critic, and what the instruments see around the
+        policy's."""
+        section, look, watch = self.config.algorithm, state.look, state.watch
+        rollouts = state.sampled.kept.rollouts
         kl = None
         if self.reference is not None and not section.kl_in_reward:
             kl = KLTerm(section.estimates_kl, self.progress.kl_coefficient)
-        learns = self.critic is None or step > self.config.critic.warmup_steps
-        updates: list[Updated] = []
-        found: dict[str, float] = {}
-        for number, minibatch in enumerate(minibatches * section.epochs):
-            last = number == section.epochs * len(minibatches) - 1
+        learns = self.critic is None or state.step > self.config.critic.warmup_steps
+        planned = state.minibatches * section.epochs
+        while state.done < len(planned):
+            self.save_where_asked(state)
+            minibatch, last = planned[state.done], state.done == len(planned) - 1
             if self.critic is not None:
                 with watch("critic"):
                     self.critic.step(minibatch)
-            if not learns:
-                continue
-            with watch("drift"):
-                other = self.instruments.before_update(minibatch, rollouts, look, last)
-            with watch("update"):
-                updates.append(self.update.step(minibatch, self.optimizer, kl, moved=number > 0))
-            with watch("drift"):
-                found |= self.instruments.after_update(minibatch, rollouts, look, other)
-        return updates, found | (self.critic.metrics() if self.critic is not None else {})
+            if learns:
+                with watch("drift"):
+                    other = self.instruments.before_update(minibatch, rollouts, look, last)
+                with watch("update"):
+                    state.updates.append(self.update.step(minibatch, self.optimizer, kl, moved=state.done > 0))
+                with watch("drift"):
+                    state.found |= self.instruments.after_update(minibatch, rollouts, look, other)
+            state.done += 1
 
     def next_kl_coefficient(self, metrics: dict[str, float]) -> float:
         section, now = self.config.algorithm, self.progress.kl_coefficient
@@ -226,11 +260,31 @@ class Trainer:
         self.progress = replace(self.progress, watch=json.dumps(self.watch.state(), allow_nan=False))
         return alarm_metrics(alarms), actions
 
-    def save(self, *, pinned: bool = False) -> None:
-        """pinned: what an alarm asked for stays, however many follow."""
-        keep = self.config.checkpoint.keep
-        critic = self.critic and self.critic.state
-        checkpoint.save(self.checkpoints, self.progress, self.session.model, self.optimizer, keep, pinned=pinned, critic=critic)
+    def save_where_asked(self, state: StepState | None) -> None:
+        """Between two updates, or two steps: where a signal asked for it, saves and ends the run (collective)."""
+        if not self.interruption.agreed(self.session.model.device):
+            return
+        if state is not None or self.last_saved != self.progress.step:
+            self.save(state=state)
+        where = f"after step {self.progress.step}" + (f" and {state.done} updates of the next" if state is not None else "")
+        self.session.say(f"saved {where}, as a signal asked; the same command goes on from here")
+        end_after_saving()
+
+    def save(self, *, pinned: bool = False, state: StepState | None = None) -> None:
+        """pinned: what an alarm asked for stays, however many follow. state: of a step that has begun."""
+        if state is not None:
+            state.tables, state.critic = self.instruments.tables, self.critic and self.critic.pending
+        checkpoint.save(
+            self.checkpoints,
+            self.progress,
+            self.session.model,
+            self.optimizer,
+            self.config.checkpoint.keep,
+            pinned=pinned,
+            critic=self.critic and self.critic.state,
+            begun=state,
+        )
+        self.last_saved = self.progress.step
 
     def end(self) -> None:
         """Evaluates what came out, unless that was done, and shows the table."""

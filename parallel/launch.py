@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import signal
@@ -22,8 +23,12 @@ from parallel.errors import UsageError
 _ERROR_DIR = "MOE_RL_ERROR_DIR"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
+SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # workers that listen save at the next good moment, and end
+SAVED_EXIT_CODE = 75  # of a run that did: EX_TEMPFAIL of sysexits.h, "try again"
+_SAVED = "saved"
 _TAIL_LINES = 20
 _PR_SET_PDEATHSIG = 1
+_COLLECTED = (signal.SIGINT, signal.SIGHUP, *SAVING_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -82,26 +87,44 @@ class report_errors:
         raise SystemExit(code) from None
 
 
-def launch(command: list[str], processes: int, threads: int) -> int:
+@contextlib.contextmanager
+def saving_signals_end() -> Iterator[None]:
+    """Within the block SIGTERM and SIGUSR1 end this process with the code of a run that has saved: there is nothing new yet."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(SAVED_EXIT_CODE)
+
+    before = {number: signal.signal(number, end) for number in SAVING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def launch(command: list[str], processes: int, threads: int, saving_seconds: float = 0.0) -> int:
     """Runs `command` in `processes` processes until all succeed or one fails; then ends the others. Returns the exit code.
 
     Each finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and OMP_NUM_THREADS=`threads`.
     Rank 0 prints as it goes. What the others print is shown only at the end, its last lines, for the rank that failed first.
     That rank's error comes last on stderr and its exit code is returned: 128 + n after signal n. Interrupted: 130 (SIGINT),
-    143 (SIGTERM). No process outlives the launcher, even one that is killed.
+    143 (SIGTERM). With saving_seconds, SIGTERM and SIGUSR1 go on to the processes, which have that long to save and end: 75
+    where all did, or had nothing to save yet. No process outlives the launcher, even one that is killed.
     """
     with tempfile.TemporaryDirectory(prefix="moe-rl-") as name, _signals() as received:
         folder = Path(name)
         workers: list[subprocess.Popen[bytes]] = []
         try:
             _start(workers, command, processes, threads, folder)
-            failure = _watch(workers, folder, received)
+            failure = _watch(workers, folder, received, saving_seconds)
         finally:
             _end(workers, received)
         if failure is None:
             if received:
                 print(f"moe-rl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
             return 128 + received[0] if received else 0
+        if failure.kind == _SAVED:
+            return failure.exit_code
         first = min([failure, *_recorded(folder)], key=lambda one: one.time)
         _report(first, folder)
         return first.exit_code
@@ -133,12 +156,26 @@ def _start(workers: list[subprocess.Popen[bytes]], command: list[str], processes
             )
 
 
-def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[int]) -> Failure | None:
-    """Waits until every worker succeeded (None), one failed (what is known of it so far), or a signal came (None)."""
-    looked = time.time()
-    while not received:
+def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[int], saving_seconds: float) -> Failure | None:
+    """Waits until every worker succeeded (None), one failed (what is known of it so far), or a signal came that ends them
+    (None)."""
+    looked, handed_on, deadline = time.time(), 0, math.inf
+    while True:
+        for number in received[handed_on:]:
+            if number not in SAVING_SIGNALS or handed_on or not saving_seconds:
+                return None
+            _signal(workers, signal.Signals(number))
+            handed_on, deadline = handed_on + 1, time.monotonic() + saving_seconds
+        if time.monotonic() > deadline:
+            print(f"moe-rl: not saved within {saving_seconds:.0f} s of the signal", file=sys.stderr)
+            return None
         looking = time.time()
-        if any(folder.glob("rank_*.json")) or any(worker.poll() for worker in workers):
+        codes = [worker.poll() for worker in workers]
+        if all(code == SAVED_EXIT_CODE for code in codes):
+            return Failure(looked, 0, _SAVED, "", "", SAVED_EXIT_CODE)
+        if handed_on and any(code == -received[0] for code in codes):  # it had not begun to listen: nothing is lost
+            return Failure(looked, 0, _SAVED, "", "", SAVED_EXIT_CODE)
+        if any(folder.glob("rank_*.json")) or any(code not in (None, 0, SAVED_EXIT_CODE) for code in codes):
             # Poll again: whatever made a rank speak or die had happened by now.
             codes = [worker.poll() for worker in workers]
             failures = _recorded(folder)
@@ -149,7 +186,6 @@ def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[
             return None
         looked = looking
         time.sleep(_POLL_SECONDS)
-    return None
 
 
 def _wordless(rank: int, code: int, looked: float) -> Failure:
@@ -184,13 +220,13 @@ def _signal(workers: list[subprocess.Popen[bytes]], number: signal.Signals) -> N
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT, SIGTERM and SIGHUP instead of acting on them."""
+    """Collects SIGINT, SIGTERM, SIGUSR1 and SIGHUP instead of acting on them."""
     received: list[int] = []
 
     def collect(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, collect) for number in _COLLECTED}
     try:
         yield received
     finally:

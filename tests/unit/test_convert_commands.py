@@ -33,7 +33,9 @@ def same(ours: Tensors, theirs: Tensors) -> bool:
     """Names, types, shapes and bytes."""
     assert ours.keys() == theirs.keys()
     return all(
-        ours[name].dtype == theirs[name].dtype and ours[name].shape == theirs[name].shape and same_bytes(ours[name], theirs[name])
+        ours[name].dtype == theirs[name].dtype
+        and ours[name].shape == theirs[name].shape
+        and same_bytes(ours[name], theirs[name])
         for name in ours
     )
 
@@ -184,7 +186,10 @@ def test_layers_for_multi_token_prediction_are_left_out_and_said(tmp_path: Path,
     make("deepseek_v3", tmp_path / "hf", num_hidden_layers=2)
     whole = tensors(tmp_path / "hf")
     more = {name.replace("layers.1.", "layers.2."): value.clone() for name, value in whole.items() if "layers.1." in name}
-    more |= {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.shared_head.head.weight": torch.ones(131, 64)}
+    more |= {
+        "model.layers.2.eh_proj.weight": torch.ones(64, 128),
+        "model.layers.2.shared_head.head.weight": torch.ones(131, 64),
+    }
     rewrite(tmp_path / "hf", lambda found: found | more)
     back = there_and_back(tmp_path / "hf", tmp_path)
     assert f" and {len(more) - 1} more\n" in capsys.readouterr().out
