@@ -12,6 +12,7 @@ from models.model import MoEModel
 from moe_rl import config as configuration
 from moe_rl import rundir
 from moe_rl.config import RunConfig
+from moe_rl.identity import identity
 from moe_rl.rollouts.embedded import EmbeddedEngine
 from moe_rl.rollouts.engine import Engine
 from moe_rl.tasks import Encoder, Task, Tokenizer, build_encoder, build_task, build_tokenizer, check_stops
@@ -44,6 +45,11 @@ class Session:
             self.tracker.log(step, metrics, phase)
 
     @cached_property
+    def identity(self) -> Mapping[str, str]:
+        """Fingerprints of problems and vocabulary, which a run keeps."""
+        return identity(self.task, self.tokenizer)
+
+    @cached_property
     def encoder(self) -> Encoder:
         return build_encoder(self.tokenizer, self.config.task, self.config.rollout)
 
@@ -65,12 +71,12 @@ class Session:
 
 @contextlib.contextmanager
 def opened(
-    config: RunConfig, steps: Mapping[Phase, int], *, resumable: bool = False, evaluates: bool = False
+    config: RunConfig, steps: Mapping[Phase, int], *, resumable: Phase | None = None, evaluates: bool = False
 ) -> Iterator[Session]:
     """Starts this rank's part and ends it. steps: how many each phase will have, for the display.
 
-    resumable: goes on in the run's own directory. evaluates: trains nothing, so that the task may lack training problems,
-    and writes below RUN/eval alone.
+    resumable: the phase that goes on in the run's own directory. evaluates: trains nothing, so that the task may lack
+    training problems, and writes below RUN/eval alone.
     """
     run = config.run
     with runtime.started(run.seed, run.threads, config.parallel.timeout_seconds) as here:

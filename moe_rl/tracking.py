@@ -65,9 +65,9 @@ class Tracker:
         self._files: dict[Phase, StepFile] = {}
         self._sinks: list[sinks.Sink] | None = None
 
-    def resume(self, step: int) -> None:
-        """Goes on after `step`: what metrics.jsonl holds beyond it is dropped, so that no step appears twice."""
-        self._files["train"] = StepFile(self.directory / FILES["train"], resume=step)
+    def resume(self, step: int, phase: Phase = "train") -> None:
+        """Goes on after `step`: what the phase's file holds beyond it is dropped, so that no step appears twice."""
+        self._files[phase] = StepFile(self.directory / FILES[phase], resume=step)
         self._sinks = self._open_sinks(step)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:

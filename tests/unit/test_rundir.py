@@ -30,6 +30,7 @@ def left_behind(folder: Path, *overrides: str, step: int = 4) -> Path:
     checkpoint.mkdir(parents=True)
     (checkpoint / "weights").write_text("dear", encoding="utf-8")
     (run.directory / "config.yaml").write_text(config.dump(run), encoding="utf-8")
+    (run.directory / "metrics.jsonl").write_text('{"step": 0}\n', encoding="utf-8")
     return run.directory
 
 
@@ -39,11 +40,11 @@ def still_there(directory: Path, step: int = 4) -> bool:
 
 def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
     run = settings(tmp_path)
-    assert rundir.make_room(run, resumable=True) is None
+    assert rundir.make_room(run, phase="train") is None
     assert not run.directory.exists()
     (run.directory / "checkpoints" / ".step_000004.part").mkdir(parents=True)  # a save that was cut off
-    assert rundir.make_room(run, resumable=True) is None
-    assert rundir.make_room(run, resumable=False) is None
+    assert rundir.make_room(run, phase="train") is None
+    assert rundir.make_room(run, phase=None) is None
     assert (run.directory / "checkpoints" / ".step_000004.part").exists()
 
 
@@ -67,7 +68,7 @@ def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
 )
 def test_a_run_goes_on_whatever_changes_no_result(tmp_path: Path, change: str) -> None:
     directory = left_behind(tmp_path)
-    assert rundir.make_room(settings(tmp_path, change), resumable=True) is None
+    assert rundir.make_room(settings(tmp_path, change), phase="train") is None
     assert still_there(directory)
 
 
@@ -93,7 +94,7 @@ def test_a_run_goes_on_whatever_changes_no_result(tmp_path: Path, change: str) -
 )
 def test_another_run_is_moved_aside_and_said_to_be(tmp_path: Path, change: str) -> None:
     directory = left_behind(tmp_path)
-    note = rundir.make_room(settings(tmp_path, change), resumable=True)
+    note = rundir.make_room(settings(tmp_path, change), phase="train")
     assert note == f"note: {directory} held another run; it is now {tmp_path / 'mine.1'}"
     assert not directory.exists() and still_there(tmp_path / "mine.1")
 
@@ -101,13 +102,13 @@ def test_another_run_is_moved_aside_and_said_to_be(tmp_path: Path, change: str) 
 def test_runs_that_were_moved_aside_are_not_written_over(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         left_behind(tmp_path, step=number)
-        rundir.make_room(settings(tmp_path, "run.seed=1"), resumable=True)
+        rundir.make_room(settings(tmp_path, "run.seed=1"), phase="train")
     assert [still_there(tmp_path / f"mine.{number}", step=number) for number in (1, 2, 3)] == [True] * 3
 
 
 def test_a_command_that_cannot_go_on_moves_even_its_own_earlier_run(tmp_path: Path) -> None:
     left_behind(tmp_path)
-    assert "mine.1" in (rundir.make_room(settings(tmp_path), resumable=False) or "")
+    assert "mine.1" in (rundir.make_room(settings(tmp_path), phase=None) or "")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_a_command_that_cannot_go_on_moves_even_its_own_earlier_run(tmp_path: Pa
 )
 def test_a_finished_run_is_kept_unless_something_else_is_asked_of_it(tmp_path: Path, change: str, moved: bool) -> None:
     directory = left_behind(tmp_path, "run.steps=4", step=4)
-    assert (rundir.make_room(settings(tmp_path, "run.steps=4", change), resumable=True) is not None) == moved
+    assert (rundir.make_room(settings(tmp_path, "run.steps=4", change), phase="train") is not None) == moved
     assert still_there(tmp_path / "mine.1" if moved else directory)
 
 
@@ -134,7 +135,7 @@ def test_checkpoints_without_settings_are_not_touched(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"config\.yaml: No such file.*holds checkpoints but no settings: choose another run\.name"
     ):
-        rundir.make_room(settings(tmp_path), resumable=True)
+        rundir.make_room(settings(tmp_path), phase="train")
     assert still_there(directory)
 
 
@@ -143,7 +144,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> No
     directory = left_behind(tmp_path)
     (directory / "config.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=r"config\.yaml"):
-        rundir.make_room(settings(tmp_path), resumable=True)
+        rundir.make_room(settings(tmp_path), phase="train")
     assert still_there(directory)
 
 
