@@ -1,6 +1,7 @@
 """Everything a command works with on one rank: process groups, model, task, tokenizer, engine, and the run's directory."""
 
 import contextlib
+import errno
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from moe_rl.tasks import Encoder, Task, Tokenizer, build_encoder, build_task, bu
 from moe_rl.tracking import EVALUATIONS, Phase, Tracker
 from moe_rl.types import Sampling
 from parallel import runtime
+from parallel.errors import UsageError
 from parallel.groups import Groups, process_groups
 from parallel.runtime import Runtime
 
@@ -98,4 +100,20 @@ def opened(
             session = Session(config, here, groups, model, task, tokenizer, engine, tracker)
             for note in session.encoder.notes():
                 session.say(f"note: {note}")
-            yield session
+            with _one_line_on_a_full_disk(config):
+                yield session
+
+
+@contextlib.contextmanager
+def _one_line_on_a_full_disk(config: RunConfig) -> Iterator[None]:
+    """For all that a run writes beside its checkpoints."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        place = error.filename or config.directory
+        raise UsageError(
+            f"{place}: cannot be written: {error.strerror}; make room or mend it, and the same command goes on from the newest "
+            "checkpoint"
+        ) from error

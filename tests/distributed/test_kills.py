@@ -2,10 +2,10 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,25 +111,85 @@ def assert_same_end(runs: Runs, name: str, wanted: str) -> None:
         assert here == there
 
 
+def undisturbed(runs: Runs, case: str) -> str:
+    """The name of the run of this case that nobody kills."""
+    world, command, settings = CASES[case]
+    name = f"{case.replace(' ', '-').replace(',', '')}-whole"
+    if not (runs.folder / name).exists():
+        assert run_killed(runs.config(name, *SHARED, *settings), world, [], command) == 0
+    return name
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(runs: Runs, case: str) -> None:
     world, command, settings = CASES[case]
-    whole, killed = (f"{case.split(',')[0].replace(' ', '-')}-{world}-{what}" for what in ("whole", "killed"))
-    began = time.process_time()
-    assert run_killed(runs.config(whole, *SHARED, *settings), world, [], command) == 0
-    assert time.process_time() >= began
-    config = runs.config(killed, *SHARED, *settings)
+    wanted = undisturbed(runs, case)
+    name = wanted.replace("-whole", "-killed")
+    config = runs.config(name, *SHARED, *settings)
     assert run_killed(config, world, KILLS[case], command) == len(KILLS[case])  # each point was reached
-    assert_same_end(runs, killed, whole)
+    assert_same_end(runs, name, wanted)
 
 
 @pytest.mark.parametrize("case", ["gspo", "dynamic sampling, EP2"])
-@pytest.mark.parametrize("seed", range(2))
-def test_kills_at_random_moments(runs: Runs, case: str, seed: int) -> None:
+def test_kills_at_random_moments(runs: Runs, case: str) -> None:
     world, command, settings = CASES[case]
-    whole, name = f"{case.split(',')[0].replace(' ', '-')}-{world}-whole", f"random-{world}-{seed}"
-    draw = random.Random(seed)
-    config = runs.config(name, *SHARED, *settings, "run.steps=3")
-    kills = [Kill(cpu=draw.uniform(0.3, 3.0), ranks=draw.choice([None, (0,), (world - 1,)])) for _ in range(AT_RANDOM)]
-    assert run_killed(config, world, kills, command) >= 1
-    assert_same_end(runs, name, whole)
+    wanted = undisturbed(runs, case)
+    name, draw = wanted.replace("-whole", "-random"), random.Random(world)
+    kills = [Kill(cpu=draw.uniform(0.2, 2.5), ranks=draw.choice([None, (0,), (world - 1,)])) for _ in range(AT_RANDOM)]
+    assert run_killed(runs.config(name, *SHARED, *settings), world, kills, command) >= 2
+    assert_same_end(runs, name, wanted)
+
+
+def the_launcher(launcher: psutil.Process) -> None:
+    launcher.kill()
+
+
+def one_rank(launcher: psutil.Process) -> None:
+    launcher.children()[-1].kill()
+
+
+def all_ranks(launcher: psutil.Process) -> None:
+    for rank in launcher.children():
+        rank.kill()
+
+
+def by_sigterm(launcher: psutil.Process) -> None:
+    launcher.terminate()
+
+
+def by_sigusr1(launcher: psutil.Process) -> None:
+    launcher.send_signal(signal.SIGUSR1)
+
+
+def test_the_command_is_killed_and_given_again(runs: Runs) -> None:
+    """`moe-rl train` in two processes that it starts itself; a moment after each step that it has written."""
+    case = "in the background, EP2"
+    wanted = undisturbed(runs, case)
+    name, lines = wanted.replace("-whole", "-command"), runs.folder / "command"
+    settings = [*runs.shared, f"run.name={name}", *SHARED, *CASES[case][2]]
+    command = [sys.executable, "-m", "moe_rl.cli", "train", str(runs.yaml), *settings]
+    draw, metrics = random.Random(0), runs.folder / name / "metrics.jsonl"
+    for kill, step in ((the_launcher, 0), (by_sigterm, 1), (one_rank, 1), (by_sigusr1, 2), (all_ranks, 2)):
+        began = time.time()
+        with lines.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output) as process:
+            launcher = psutil.Process(process.pid)
+            while process.poll() is None and not has_written(metrics, step, began):
+                time.sleep(0.02)
+            time.sleep(draw.uniform(0, 0.5))
+            assert process.poll() is None, lines.read_text()[-3000:]
+            ranks = launcher.children()
+            kill(launcher)
+            assert process.wait(60) != 0
+            _, alive = psutil.wait_procs(ranks, timeout=60)
+            assert not alive  # none outlives the launcher, even one that is killed
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert_same_end(runs, name, wanted)
+
+
+def has_written(metrics: Path, step: int, began: float) -> bool:
+    """Whether this start of the run has this step, made or kept."""
+    try:
+        return metrics.stat().st_mtime > began and f'{{"step": {step},' in metrics.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moe_rl import config, rundir
 from moe_rl.config import RunConfig
@@ -57,6 +58,8 @@ def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
         "parallel.expert=2",
         "checkpoint.every=3",
         "checkpoint.keep=1",
+        "checkpoint.keep_every=5",
+        "checkpoint.asynchronous=true",
         "eval.problems=3",
         "tracking.tensorboard=true",
         "rollout.max_batch=7",
@@ -97,6 +100,37 @@ def test_another_run_is_moved_aside_and_said_to_be(tmp_path: Path, change: str) 
     note = rundir.make_room(settings(tmp_path, change), phase="train")
     assert note == f"note: {directory} held another run; it is now {tmp_path / 'mine.1'}"
     assert not directory.exists() and still_there(tmp_path / "mine.1")
+
+
+def test_a_run_from_before_a_setting_came_is_the_same_run(tmp_path: Path) -> None:
+    """Its file lacks the key, and a section; what this run asks of them is what they default to, or not."""
+    directory = left_behind(tmp_path)
+    path = directory / "config.yaml"
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    del found["rollout"]["top_p"], found["shaping"]
+    path.write_text(yaml.safe_dump(found), encoding="utf-8")
+    assert rundir.make_room(settings(tmp_path), phase="train") is None
+    assert rundir.make_room(settings(tmp_path, "rollout.top_p=0.5"), phase="train") is not None
+
+
+def test_a_run_with_a_setting_that_is_no_more_is_another_run(tmp_path: Path) -> None:
+    directory = left_behind(tmp_path)
+    path = directory / "config.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("rollout:", "rollout:\n  luck: 7"), encoding="utf-8")
+    assert rundir.make_room(settings(tmp_path), phase="train") is not None
+    assert still_there(tmp_path / "mine.1")
+
+
+@pytest.mark.parametrize(("change", "moved"), [("sft.steps=9", False), ("sft.lr=0.5", True)])
+def test_supervised_training_goes_on_as_rl_does_but_neither_in_the_others_place(
+    tmp_path: Path, change: str, moved: bool
+) -> None:
+    directory = left_behind(tmp_path, "sft.steps=6")
+    (directory / "metrics.jsonl").rename(directory / "sft.jsonl")
+    assert (rundir.make_room(settings(tmp_path, "sft.steps=6", change), phase="sft") is not None) == moved
+    assert still_there(tmp_path / "mine.1" if moved else directory)
+    if not moved:
+        assert rundir.make_room(settings(tmp_path, "sft.steps=6"), phase="train") is not None
 
 
 def test_runs_that_were_moved_aside_are_not_written_over(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_critic_of_another_model_and_a_policy_are_refused(runtime: Runtime, sa
     with both(Case(model=dict(layers=1)), runtime) as (_, critic):
         with pytest.raises(
             UsageError,
-            match=r"critic: does not fit this model: model\.layers=1 \(the checkpoint: 2\); decoder\.layers\.1\.\S+ is \(.*\) there",
+            match=r"critic: does not fit this model: model\.layers=1 \(the checkpoint: 2\); decoder\.layers\.1\.\S+ is ",
         ):
             checkpoint.load_critic_weights(saved[0], critic)
     with both(SMALL, runtime) as (policy, _):
