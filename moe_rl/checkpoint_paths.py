@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from models.convert import manifest
 from parallel.errors import UsageError
 
 CRITIC = "critic"  # the directory of a critic's checkpoint in that of its policy
@@ -15,15 +16,28 @@ def name(step: int, updates: int | None = None) -> str:
 
 
 def numbered(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of what has a checkpoint's name in a run's checkpoints/ directory, in the order in which they were made."""
-    found = [(m, p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name))]
+    """(step, path) of what has a checkpoint's name in a run's checkpoints/ directory, complete or not, in the order in which
+    they were made."""
+    found = [(m, p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
     return [(int(m[1]), p) for m, p in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or -1)))]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether every file that a checkpoint consists of is there and has its size; what is in them is not looked at.
+
+    One without a manifest counts: it was renamed to its place when it was whole.
+    """
+    if not is_checkpoint(path):
+        return False
+    try:
+        return not manifest.wrong_size(path, manifest.read(path) or {})
+    except UsageError:
+        return False
 
 
 def newest(directory: Path) -> Path | None:
     """The newest complete checkpoint in a run's checkpoints/ directory."""
-    found = [path for _, path in numbered(directory) if path.is_dir()]
-    return found[-1] if found else None
+    return next((path for _, path in reversed(numbered(directory)) if is_complete(path)), None)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -202,7 +202,7 @@ def _preflight(settings: "RunConfig", command: str, *, launched: bool) -> None:
     tracking.check(settings.tracking, settings.directory)
     if settings.checkpoint.load is not None and not settings.checkpoint.load.is_dir():
         raise UsageError(f"checkpoint.load={settings.checkpoint.load}: no such directory")
-    begun = checkpoint_paths.newest(settings.directory / "checkpoints") is not None  # then it has its critic
+    begun = bool(checkpoint_paths.numbered(settings.directory / "checkpoints"))  # then it has its critic
     if settings.critic.load is not None and settings.algorithm.trains_critic and not begun:
         checkpoint_paths.find_critic(settings.critic.load, "critic.load")
     if command == "eval":

@@ -102,8 +102,12 @@ class SftSection(Section):
 
 
 class CheckpointSection(Section):
-    every: NonNegativeInt = Field(default=0, description="RL steps between checkpoints; 0: only at the end")
+    every: NonNegativeInt = Field(default=0, description="steps between checkpoints; 0: only at the end")
     keep: PositiveInt = Field(default=2, description="newest complete checkpoints that stay")
+    keep_every: NonNegativeInt = Field(default=0, description="those of a step that this divides stay too; 0: none")
+    asynchronous: bool = Field(
+        default=False, description="a copy of the state is written while training goes on; takes its size in host memory"
+    )
     load: Path | None = Field(default=None, description="a checkpoint, a run's checkpoints/ or a run: weights to start from")
 
 

@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from moe_rl import checkpoint_paths, yaml_text
 from moe_rl.config import RunConfig, dump
 from moe_rl.drift import traces
-from moe_rl.tracking import FILES, SUMMARY, read_steps
+from moe_rl.tracking import FILES, SUMMARY, Phase, read_steps
 from moe_rl.types import Rollout
 from parallel.errors import UsageError
 
+_KEPT = {"every", "keep", "keep_every", "asynchronous"}
 # What may differ between the parts of one run: where and how it is computed, how long, how often it is looked at.
 # None: the whole section.
 _FREE: dict[str, set[str] | None] = {
     "run": {"dir", "steps", "processes", "threads"},
     "parallel": None,
-    "checkpoint": {"every", "keep"},
+    "checkpoint": _KEPT,
     "eval": None,
     "tracking": None,
     "rollout": {"max_batch"},
@@ -26,23 +29,26 @@ _FREE: dict[str, set[str] | None] = {
     "model": {"recompute", "logprob_chunk"},
     "drift": {"watch"},  # so that a run which an alarm has stopped can go on under milder rules
 }
+_FREE_IN_SFT: dict[str, set[str] | None] = {"sft": {"steps"}}
 # Of those, what even a finished run may be called with again, only to show what it found
-_IRRELEVANT: dict[str, set[str] | None] = {"run": {"dir"}, "checkpoint": {"every", "keep"}, "tracking": None}
+_IRRELEVANT: dict[str, set[str] | None] = {"run": {"dir"}, "checkpoint": _KEPT, "tracking": None}
 
 
-def make_room(config: RunConfig, resumable: bool) -> str | None:
+def make_room(config: RunConfig, phase: Phase | None) -> str | None:
     """Call on the main rank before anything is written. Moves an earlier run of that name aside unless this one goes on in it.
 
-    A run goes on where its settings are the same but for those that change no result (and the number of steps). Returns a
-    line to show, if something was moved. Raises UsageError where the directory cannot be read.
+    phase: what this run does; none: it cannot go on. A run goes on where it did the same under the same settings, but for those
+    that change no result (and the number of steps). Returns a line to show, if something was moved. Raises UsageError where the
+    directory cannot be read.
     """
     directory = config.directory
-    newest = checkpoint_paths.newest(directory / "checkpoints")
-    if newest is None:
+    found = checkpoint_paths.numbered(directory / "checkpoints")
+    if not found:
         return None
     was, now = _settings(directory), yaml_text.parse(dump(config), "config")
-    finished = int(newest.name.removeprefix("step_")) >= config.run.steps
-    if resumable and _without(was, _IRRELEVANT if finished else _FREE) == _without(now, _IRRELEVANT if finished else _FREE):
+    finished = found[-1][0] >= (config.sft.steps if phase == "sft" else config.run.steps)
+    free = _IRRELEVANT if finished else _FREE | (_FREE_IN_SFT if phase == "sft" else {})
+    if phase == _phase(directory) and _without(was, free) == _without(now, free):
         return None
     aside = next(p for n in range(1, 10**6) if not (p := directory.with_name(f"{directory.name}.{n}")).exists())
     directory.rename(aside)
@@ -59,7 +65,15 @@ def _settings(directory: Path) -> Any:
         ) from error
     if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
         raise UsageError(f"{path}: holds no settings of a run; {directory} holds checkpoints: choose another run.name")
-    return found
+    try:  # with the keys that have come since, as they default
+        return yaml_text.parse(dump(RunConfig.model_validate(found)), str(path))
+    except ValidationError:  # it has keys that are no more
+        return found
+
+
+def _phase(directory: Path) -> Phase:
+    """What the run did that left its checkpoints here: before its first, RL writes the evaluation of step 0."""
+    return "train" if (directory / FILES["train"]).exists() else "sft"
 
 
 def _without(settings: dict[str, Any], free: dict[str, set[str] | None]) -> dict[str, Any]:

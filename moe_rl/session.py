@@ -1,6 +1,7 @@
 """Everything a command works with on one rank: process groups, model, task, tokenizer, engine, and the run's directory."""
 
 import contextlib
+import errno
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,12 +13,14 @@ from models.model import MoEModel
 from moe_rl import config as configuration
 from moe_rl import rundir
 from moe_rl.config import RunConfig
+from moe_rl.identity import identity
 from moe_rl.rollouts.embedded import EmbeddedEngine
 from moe_rl.rollouts.engine import Engine
 from moe_rl.tasks import Encoder, Task, Tokenizer, build_encoder, build_task, build_tokenizer, check_stops
 from moe_rl.tracking import EVALUATIONS, Phase, Tracker
 from moe_rl.types import Sampling
 from parallel import runtime
+from parallel.errors import UsageError
 from parallel.groups import Groups, process_groups
 from parallel.runtime import Runtime
 
@@ -44,6 +47,11 @@ class Session:
             self.tracker.log(step, metrics, phase)
 
     @cached_property
+    def identity(self) -> Mapping[str, str]:
+        """Fingerprints of problems and vocabulary, which a run keeps."""
+        return identity(self.task, self.tokenizer)
+
+    @cached_property
     def encoder(self) -> Encoder:
         return build_encoder(self.tokenizer, self.config.task, self.config.rollout)
 
@@ -65,12 +73,12 @@ class Session:
 
 @contextlib.contextmanager
 def opened(
-    config: RunConfig, steps: Mapping[Phase, int], *, resumable: bool = False, evaluates: bool = False
+    config: RunConfig, steps: Mapping[Phase, int], *, resumable: Phase | None = None, evaluates: bool = False
 ) -> Iterator[Session]:
     """Starts this rank's part and ends it. steps: how many each phase will have, for the display.
 
-    resumable: goes on in the run's own directory. evaluates: trains nothing, so that the task may lack training problems,
-    and writes below RUN/eval alone.
+    resumable: the phase that goes on in the run's own directory. evaluates: trains nothing, so that the task may lack
+    training problems, and writes below RUN/eval alone.
     """
     run = config.run
     with runtime.started(run.seed, run.threads, config.parallel.timeout_seconds) as here:
@@ -92,4 +100,20 @@ def opened(
             session = Session(config, here, groups, model, task, tokenizer, engine, tracker)
             for note in session.encoder.notes():
                 session.say(f"note: {note}")
-            yield session
+            with _one_line_on_a_full_disk(config):
+                yield session
+
+
+@contextlib.contextmanager
+def _one_line_on_a_full_disk(config: RunConfig) -> Iterator[None]:
+    """For all that a run writes beside its checkpoints."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        place = error.filename or config.directory
+        raise UsageError(
+            f"{place}: cannot be written: {error.strerror}; make room or mend it, and the same command goes on from the newest "
+            "checkpoint"
+        ) from error

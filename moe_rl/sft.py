@@ -1,17 +1,21 @@
 """Supervised training on a task's own answers: a command of its own, and the warm start of RL."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from models.config import OptimizerConfig
 from models.model import Loss, Scores
 from models.optimizer import Optimizer
-from moe_rl import checkpoint, weights
-from moe_rl.checkpoint import Progress
+from moe_rl import checkpoint, checkpoint_paths, weights
+from moe_rl.checkpoint import Progress, Saver
 from moe_rl.collectives import reduce_metrics
 from moe_rl.config import RunConfig
 from moe_rl.data import ProblemOrder
 from moe_rl.evaluation import evaluate_policy
+from moe_rl.identity import checked
 from moe_rl.metrics import Metrics
 from moe_rl.microbatches import Scored, cut
 from moe_rl.session import Session, opened
@@ -20,9 +24,13 @@ from moe_rl.tasks import example_that_fits, fitting
 from moe_rl.types import Problem
 
 
-def supervise(session: Session) -> Optimizer:
+def supervise(session: Session, saver: Saver | None = None, found: Path | None = None) -> None:
     """`sft.steps` steps of next-token loss on the answers, mean over a step's tokens that are trained (collective); fewer
-    where `sft.stop_at` ends them. Returns the optimizer used."""
+    where `sft.stop_at` ends them.
+
+    saver: of a run that is supervised alone, which saves checkpoints, the last one as that of step `sft.steps`. found: the one
+    that it goes on from.
+    """
     section, problems = session.config.sft, session.task.train
     if section.too_long == "skip":
         problems = fitting(problems, session.encoder, session.config.model.max_positions, section.train_on, section.too_long)
@@ -33,7 +41,13 @@ def supervise(session: Session) -> Optimizer:
     )
     optimizer = session.model.optimizer(settings, section.steps)
     order = ProblemOrder(problems, session.config.run.seed, "sft")
-    for step in range(1, section.steps + 1):
+    progress = Progress(0, 0, 0, 0.0, **session.identity)
+    if found is not None:
+        progress = checked(checkpoint.load(found, session.model, optimizer), session.identity, session.config)
+        session.say(f"continuing after step {progress.step} from {found}")
+        if session.tracker is not None:
+            session.tracker.resume(progress.step, "sft")
+    for step in range(progress.step + 1, section.steps + 1):
         watch = Stopwatch()
         metrics = _step(session, optimizer, order.take((step - 1) * section.batch, section.batch))
         session.log(step, metrics | watch.metrics(), "sft")
@@ -44,7 +58,14 @@ def supervise(session: Session) -> Optimizer:
                     f"supervised step {step}: {passed:.3f} of training problems answered, sft.stop_at={section.stop_at}"
                 )
                 break
-    return optimizer
+        if saver is not None:
+            saver.publish_finished()
+            if session.config.checkpoint.every and step % session.config.checkpoint.every == 0 and step < section.steps:
+                saver.save(replace(progress, step=step), session.model, optimizer)
+    if saver is not None:
+        if found is None or progress.step < section.steps:
+            saver.save(replace(progress, step=section.steps), session.model, optimizer)
+        saver.finish()
 
 
 def _step(session: Session, optimizer: Optimizer, problems: list[Problem]) -> dict[str, float]:
@@ -86,12 +107,14 @@ def _loss(trained: Tensor, targets: int) -> Loss:
 
 
 def sft(config: RunConfig) -> None:
-    """The command `moe-rl sft`: from fresh weights or checkpoint.load to a checkpoint."""
-    with opened(config, {"sft": config.sft.steps}) as session:
-        if (source := weights.initial(config)) is not None:
+    """The command `moe-rl sft`: from fresh weights or checkpoint.load to a checkpoint; continues from the newest complete one
+    of the run, if there is one."""
+    with opened(config, {"sft": config.sft.steps}, resumable="sft") as session:
+        directory = config.directory / "checkpoints"
+        found = checkpoint.intact(directory, session.say)
+        if found is None and (source := weights.initial(config)) is not None:
             weights.load(source, session.model)
-        optimizer = supervise(session)
-        progress = Progress(step=config.sft.steps, position=0, policy_version=0, kl_coefficient=0.0)
-        path = checkpoint.save(config.directory / "checkpoints", progress, session.model, optimizer, config.checkpoint.keep)
+        supervise(session, Saver(directory, config.checkpoint), found)
         metrics = evaluate_policy(session)
+        path = checkpoint_paths.newest(directory)
         session.say(f"held-out pass@1 {metrics['eval/pass_at_1']:.3f}; checkpoint: {path}")

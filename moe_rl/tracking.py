@@ -54,7 +54,7 @@ class Tracker:
                 part = directory / "config.yaml.part"  # renamed: a run that is killed here can still go on
                 part.write_text(resolved, encoding="utf-8")
                 part.replace(directory / "config.yaml")
-            self._log = (directory / "log.txt").open("a", encoding="utf-8")
+            self._log = _Appended(directory / "log.txt")
         except OSError as error:
             raise UsageError(f"run.dir and run.name: {directory} cannot be written: {error.strerror}") from error
         self.directory = directory
@@ -65,9 +65,9 @@ class Tracker:
         self._files: dict[Phase, StepFile] = {}
         self._sinks: list[sinks.Sink] | None = None
 
-    def resume(self, step: int) -> None:
-        """Goes on after `step`: what metrics.jsonl holds beyond it is dropped, so that no step appears twice."""
-        self._files["train"] = StepFile(self.directory / FILES["train"], resume=step)
+    def resume(self, step: int, phase: Phase = "train") -> None:
+        """Goes on after `step`: what the phase's file holds beyond it is dropped, so that no step appears twice."""
+        self._files[phase] = StepFile(self.directory / FILES[phase], resume=step)
         self._sinks = self._open_sinks(step)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
@@ -121,7 +121,22 @@ class Tracker:
 
     def _write_log(self, text: str) -> None:
         self._log.write(text + "\n")
-        self._log.flush()
+
+
+class _Appended:
+    """A file to which texts are added. It has no buffer: what a full disk has refused must not come up at the end again."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self.name = str(path)
+
+    def write(self, text: str) -> None:
+        left = memoryview(text.encode("utf-8", "backslashreplace"))
+        while left:
+            left = left[self._file.write(left) or 0 :]
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class StepFile:
@@ -144,16 +159,15 @@ class StepFile:
                     os.fsync(file.fileno())
                 part.replace(path)
                 self._last = int(kept[-1]["step"]) if kept else None
-        self._file = path.open("a", encoding="utf-8")
+        self._file = _Appended(path)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a line and flushes it. Floats at full precision; what is not finite as null, which JSON has no number for."""
+        """Writes a line. Floats at full precision; what is not finite as null, which JSON has no number for."""
         if self._last is not None and step <= self._last:
             raise ValueError(f"step={step}: must be above {self._last}, the last one in {self._file.name}")
         self._last = step
         line = {"step": step, **{key: value if math.isfinite(value) else None for key, value in values.items()}}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

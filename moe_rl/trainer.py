@@ -4,10 +4,10 @@ import json
 from dataclasses import replace
 
 from models.optimizer import Optimizer
-from moe_rl import checkpoint, checkpoint_paths, rundir, summary, weights
+from moe_rl import checkpoint, rundir, summary, weights
 from moe_rl.algorithms.kl import next_coefficient
 from moe_rl.algorithms.loss import KLTerm
-from moe_rl.checkpoint import Progress
+from moe_rl.checkpoint import Progress, Saver
 from moe_rl.collectives import from_main
 from moe_rl.config import ReplaySection, RunConfig
 from moe_rl.credit import Credit
@@ -16,6 +16,7 @@ from moe_rl.data import ProblemOrder
 from moe_rl.drift.instruments import Instruments, Look
 from moe_rl.drift.watch import Watch, alarm_metrics
 from moe_rl.evaluation import evaluate_policy
+from moe_rl.identity import checked
 from moe_rl.notes import notes
 from moe_rl.reference import Reference
 from moe_rl.replay import ReplayPolicy
@@ -34,7 +35,7 @@ from parallel.interruption import Interruption, end_after_saving
 def train(config: RunConfig) -> None:
     """The command `moe-rl train`; continues from the newest complete checkpoint of the run, if there is one."""
     steps: dict[Phase, int] = {"train": config.run.steps, "sft": config.sft.steps}
-    with opened(config, steps, resumable=True) as session:
+    with opened(config, steps, resumable="train") as session:
         Trainer(session).run()
 
 
@@ -49,7 +50,7 @@ class Trainer:
         self.credit = Credit(self.config, session.groups)
         self.instruments = Instruments(self.update, self.config)
         self.order = ProblemOrder(session.task.train, self.config.run.seed, "train")
-        self.progress = Progress(0, 0, 0, kl_coefficient=self.config.algorithm.kl_coefficient)
+        self.progress = Progress(0, 0, 0, kl_coefficient=self.config.algorithm.kl_coefficient, **session.identity)
         self.reference: Reference | None = None
         self.critic: Critic | None = None
         self.optimizer: Optimizer
@@ -58,6 +59,7 @@ class Trainer:
         self.begun: StepState | None = None  # a step that a checkpoint was saved within
         self.last_saved = -1
         self.checkpoints = self.config.directory / "checkpoints"
+        self.saver = Saver(self.checkpoints, self.config.checkpoint)
 
     def run(self) -> None:
         for note in notes(self.config):
@@ -78,21 +80,23 @@ class Trainer:
             metrics |= found
             # before the save: a run that dies in between drops this line when it goes on, rather than missing it
             self.session.log(step, metrics, "train")
+            self.saver.publish_finished()
             if _due(self.config.checkpoint.every, step) or step == self.config.run.steps or actions & {"save", "stop"}:
                 self.save(pinned=bool(actions & {"save", "stop"}))
             if "stop" in actions and step < self.config.run.steps:
                 self.session.say(f"stopped after step {step}; the same command goes on from here")
                 break
             self.save_where_asked(None)
+        self.saver.finish()
 
     def begin(self) -> None:
         """Weights, optimizer and reference: as saved, or from checkpoint.load, or fresh with a warm start."""
         session, config = self.session, self.config
-        found = checkpoint_paths.newest(self.checkpoints)
-        if found is not None:
+        if (found := checkpoint.intact(self.checkpoints, session.say)) is not None:
             self._prepare_reference(saved=True)
             self._make_optimizers(fresh=False)
-            self.progress = checkpoint.load(found, session.model, self.optimizer, self.critic and self.critic.state)
+            progress = checkpoint.load(found, session.model, self.optimizer, self.critic and self.critic.state)
+            self.progress = checked(progress, session.identity, config)
             if self.progress.watch:
                 self.watch = Watch.restore(self.config.drift.watch, json.loads(self.progress.watch))
             if self.progress.replay:
@@ -146,7 +150,7 @@ class Trainer:
             return
         path = self.checkpoints / "reference"
         if saved:
-            checkpoint.load_weights(path, self.session.model)
+            checkpoint.load_weights(path, self.session.model, key=None)
         else:
             checkpoint.save_weights(path, self.session.model)
         self.reference = Reference(self.session.model, on_cpu=self.config.algorithm.reference_on_cpu)
@@ -266,24 +270,18 @@ class Trainer:
             return
         if state is not None or self.last_saved != self.progress.step:
             self.save(state=state)
+        self.saver.finish()
         where = f"after step {self.progress.step}" + (f" and {state.done} updates of the next" if state is not None else "")
         self.session.say(f"saved {where}, as a signal asked; the same command goes on from here")
         end_after_saving()
 
     def save(self, *, pinned: bool = False, state: StepState | None = None) -> None:
-        """pinned: what an alarm asked for stays, however many follow. state: of a step that has begun."""
+        """pinned: what an alarm asked for stays, however many follow. state: of a step that has begun. Written in the
+        background, it is visible after `saver.finish`."""
         if state is not None:
             state.tables, state.critic = self.instruments.tables, self.critic and self.critic.pending
-        checkpoint.save(
-            self.checkpoints,
-            self.progress,
-            self.session.model,
-            self.optimizer,
-            self.config.checkpoint.keep,
-            pinned=pinned,
-            critic=self.critic and self.critic.state,
-            begun=state,
-        )
+        critic = self.critic and self.critic.state
+        self.saver.save(self.progress, self.session.model, self.optimizer, pinned=pinned, critic=critic, begun=state)
         self.last_saved = self.progress.step
 
     def end(self) -> None:

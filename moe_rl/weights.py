@@ -42,7 +42,15 @@ def evaluated(config: RunConfig) -> Path:
 def check(path: Path | None, model: ModelConfig, *, reads: bool) -> None:
     """Raises UsageError where what `initial` or `evaluated` returned is model.path, a Hugging Face directory, and its tensors
     are not the model's, as far as the headers of its files tell: before a process starts. reads: a tied output layer that is
-    in the files as well is compared, too."""
+    in the files as well is compared, too. The same where it is a checkpoint that says what it was made with."""
+    if path is not None and checkpoint_paths.is_checkpoint(path):
+        from models.convert.files import MODEL, differing_shape, trained_model
+
+        if (path / MODEL).exists() and (differing := differing_shape(trained_model(path), model)):
+            raise UsageError(
+                f"checkpoint.load={path}: does not fit this model: {differing}; the model section must be the one it was made "
+                "with"
+            )
     if path is None or path != model.path or checkpoint_paths.is_checkpoint(path):
         return
     from models.convert.huggingface import describe, head_differs, head_is_embedding, opened

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from models.convert import manifest
 from models.convert.placing import placed, writing
 
 Shape = tuple[int, ...]
@@ -57,7 +58,7 @@ class CheckpointWriter:
         self._bytes = sum(self._missing[name] * dtype.itemsize + _OVERHEAD for name, (dtype, _) in expected.items())
         self._chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in expected}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
-        self._files = 0
+        self._digests: dict[str, manifest.Digest] = {}  # by the name of a file
         self._finished = False
         self._context = self._opened(directory)
 
@@ -99,6 +100,9 @@ class CheckpointWriter:
                 self.finish()
             finally:
                 self._stream.close()
+            known = {name: digest.entry for name, digest in self._digests.items()}
+            with writing(self._part / manifest.MANIFEST, self._bytes):
+                manifest.write(self._part, manifest.listed(self._part, known))
 
     def _add(self, name: str, offsets: Shape, chunk: Tensor) -> None:
         if name not in self._expected:
@@ -122,8 +126,8 @@ class CheckpointWriter:
         self._stored[MetadataIndex(name, offsets)] = self._save(chunk)
 
     def _next_file(self) -> io.FileIO:
-        path = self._part / f"__0_{self._files}.distcp"
-        self._files += 1
+        path = self._part / f"__0_{len(self._digests)}.distcp"
+        self._digests[path.name] = manifest.Digest()
         with writing(path, self._bytes):
             return io.FileIO(path, "w")
 
@@ -132,7 +136,8 @@ class CheckpointWriter:
         path = Path(str(self._stream.name))
         with writing(path, self._bytes):
             offset = self._stream.tell()
-            stream: Any = _Whole(self._stream)  # torch asks for more of a stream's methods than it uses
+            # Any: torch asks for more of a stream's methods than it uses
+            stream: Any = _Whole(self._stream, self._digests[path.name])
             try:
                 torch.save(value, stream)
             except RuntimeError as error:
@@ -171,14 +176,15 @@ def extra_states(expected: Mapping[str, tuple[torch.dtype, Shape]]) -> Iterable[
 
 
 class _Whole(io.RawIOBase):
-    """A stream that writes all that it is given, or raises. Closing it leaves the file open."""
+    """A stream that writes all that it is given, or raises, and digests it. Closing it leaves the file open."""
 
-    def __init__(self, stream: io.FileIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: io.FileIO, digest: manifest.Digest) -> None:
+        self._stream, self._digest = stream, digest
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
             done += self._stream.write(view[done:]) or 0
+        self._digest.update(view)
         return len(view)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from models.config import ModelConfig
+from models.convert import manifest
 from models.convert.checkpoint_reader import CheckpointReader
 from models.convert.files import HUGGINGFACE, MODEL, exported_config, read_imported, small_files, trained_model
 from models.convert.hashing import fingerprint
@@ -57,6 +58,7 @@ def export_directory(
     """
     free_tensors_at_once()
     plan = _plan(source, like, dtype)
+    manifest.check(source)
     total = 2 * sum(dtype.itemsize * math.prod(shape) for dtype, shape in plan.kinds.values())
     done = 0
     hashes: dict[str, str] = {}

@@ -33,7 +33,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> l
 def _enter(rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]) -> None:
     from parallel.runtime import started
 
-    _place(rank, world_size)
+    place(rank, world_size)
     with _Shown(), started(seed=0, threads=1, timeout_seconds=120, rendezvous=Path(folder) / "meet") as runtime:
         torch.save(function(runtime, *args), Path(folder) / f"{rank}.pt")
 
@@ -51,7 +51,7 @@ def _run(rank: int, world_size: int, folder: str, command: str, configs: "Sequen
     from moe_rl.cli import _entry
     from parallel import runtime
 
-    _place(rank, world_size)
+    place(rank, world_size)
     started = runtime.started
     with _Shown():
         for i, config in enumerate(configs):
@@ -70,6 +70,6 @@ class _Shown:
             traceback.print_exception(error)
 
 
-def _place(rank: int, world_size: int) -> None:
+def place(rank: int, world_size: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     os.environ["MASTER_ADDR"] = "localhost"  # asked for, though the ranks meet at a file

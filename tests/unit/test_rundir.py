@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moe_rl import config, rundir
 from moe_rl.config import RunConfig
@@ -30,6 +31,7 @@ def left_behind(folder: Path, *overrides: str, step: int = 4) -> Path:
     checkpoint.mkdir(parents=True)
     (checkpoint / "weights").write_text("dear", encoding="utf-8")
     (run.directory / "config.yaml").write_text(config.dump(run), encoding="utf-8")
+    (run.directory / "metrics.jsonl").write_text('{"step": 0}\n', encoding="utf-8")
     return run.directory
 
 
@@ -39,11 +41,11 @@ def still_there(directory: Path, step: int = 4) -> bool:
 
 def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
     run = settings(tmp_path)
-    assert rundir.make_room(run, resumable=True) is None
+    assert rundir.make_room(run, phase="train") is None
     assert not run.directory.exists()
     (run.directory / "checkpoints" / ".step_000004.part").mkdir(parents=True)  # a save that was cut off
-    assert rundir.make_room(run, resumable=True) is None
-    assert rundir.make_room(run, resumable=False) is None
+    assert rundir.make_room(run, phase="train") is None
+    assert rundir.make_room(run, phase=None) is None
     assert (run.directory / "checkpoints" / ".step_000004.part").exists()
 
 
@@ -56,6 +58,8 @@ def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
         "parallel.expert=2",
         "checkpoint.every=3",
         "checkpoint.keep=1",
+        "checkpoint.keep_every=5",
+        "checkpoint.asynchronous=true",
         "eval.problems=3",
         "tracking.tensorboard=true",
         "rollout.max_batch=7",
@@ -67,7 +71,7 @@ def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
 )
 def test_a_run_goes_on_whatever_changes_no_result(tmp_path: Path, change: str) -> None:
     directory = left_behind(tmp_path)
-    assert rundir.make_room(settings(tmp_path, change), resumable=True) is None
+    assert rundir.make_room(settings(tmp_path, change), phase="train") is None
     assert still_there(directory)
 
 
@@ -93,21 +97,52 @@ def test_a_run_goes_on_whatever_changes_no_result(tmp_path: Path, change: str) -
 )
 def test_another_run_is_moved_aside_and_said_to_be(tmp_path: Path, change: str) -> None:
     directory = left_behind(tmp_path)
-    note = rundir.make_room(settings(tmp_path, change), resumable=True)
+    note = rundir.make_room(settings(tmp_path, change), phase="train")
     assert note == f"note: {directory} held another run; it is now {tmp_path / 'mine.1'}"
     assert not directory.exists() and still_there(tmp_path / "mine.1")
+
+
+def test_a_run_from_before_a_setting_came_is_the_same_run(tmp_path: Path) -> None:
+    """Its file lacks the key, and a section; what this run asks of them is what they default to, or not."""
+    directory = left_behind(tmp_path)
+    path = directory / "config.yaml"
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    del found["rollout"]["top_p"], found["shaping"]
+    path.write_text(yaml.safe_dump(found), encoding="utf-8")
+    assert rundir.make_room(settings(tmp_path), phase="train") is None
+    assert rundir.make_room(settings(tmp_path, "rollout.top_p=0.5"), phase="train") is not None
+
+
+def test_a_run_with_a_setting_that_is_no_more_is_another_run(tmp_path: Path) -> None:
+    directory = left_behind(tmp_path)
+    path = directory / "config.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("rollout:", "rollout:\n  luck: 7"), encoding="utf-8")
+    assert rundir.make_room(settings(tmp_path), phase="train") is not None
+    assert still_there(tmp_path / "mine.1")
+
+
+@pytest.mark.parametrize(("change", "moved"), [("sft.steps=9", False), ("sft.lr=0.5", True)])
+def test_supervised_training_goes_on_as_rl_does_but_neither_in_the_others_place(
+    tmp_path: Path, change: str, moved: bool
+) -> None:
+    directory = left_behind(tmp_path, "sft.steps=6")
+    (directory / "metrics.jsonl").rename(directory / "sft.jsonl")
+    assert (rundir.make_room(settings(tmp_path, "sft.steps=6", change), phase="sft") is not None) == moved
+    assert still_there(tmp_path / "mine.1" if moved else directory)
+    if not moved:
+        assert rundir.make_room(settings(tmp_path, "sft.steps=6"), phase="train") is not None
 
 
 def test_runs_that_were_moved_aside_are_not_written_over(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         left_behind(tmp_path, step=number)
-        rundir.make_room(settings(tmp_path, "run.seed=1"), resumable=True)
+        rundir.make_room(settings(tmp_path, "run.seed=1"), phase="train")
     assert [still_there(tmp_path / f"mine.{number}", step=number) for number in (1, 2, 3)] == [True] * 3
 
 
 def test_a_command_that_cannot_go_on_moves_even_its_own_earlier_run(tmp_path: Path) -> None:
     left_behind(tmp_path)
-    assert "mine.1" in (rundir.make_room(settings(tmp_path), resumable=False) or "")
+    assert "mine.1" in (rundir.make_room(settings(tmp_path), phase=None) or "")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +159,7 @@ def test_a_command_that_cannot_go_on_moves_even_its_own_earlier_run(tmp_path: Pa
 )
 def test_a_finished_run_is_kept_unless_something_else_is_asked_of_it(tmp_path: Path, change: str, moved: bool) -> None:
     directory = left_behind(tmp_path, "run.steps=4", step=4)
-    assert (rundir.make_room(settings(tmp_path, "run.steps=4", change), resumable=True) is not None) == moved
+    assert (rundir.make_room(settings(tmp_path, "run.steps=4", change), phase="train") is not None) == moved
     assert still_there(tmp_path / "mine.1" if moved else directory)
 
 
@@ -134,7 +169,7 @@ def test_checkpoints_without_settings_are_not_touched(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"config\.yaml: No such file.*holds checkpoints but no settings: choose another run\.name"
     ):
-        rundir.make_room(settings(tmp_path), resumable=True)
+        rundir.make_room(settings(tmp_path), phase="train")
     assert still_there(directory)
 
 
@@ -143,7 +178,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> No
     directory = left_behind(tmp_path)
     (directory / "config.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=r"config\.yaml"):
-        rundir.make_room(settings(tmp_path), resumable=True)
+        rundir.make_room(settings(tmp_path), phase="train")
     assert still_there(directory)
 
 
