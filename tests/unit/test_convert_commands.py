@@ -1,4 +1,4 @@
-"""`moe-rl import` and `moe-rl export` through the command line: to the bit and back. What they refuse: test_convert_refusals."""
+"""`moe-rl import` and `moe-rl export` through the command line: there and back, to the bit."""
 
 import json
 import os
@@ -32,16 +32,12 @@ def tensors(directory: Path) -> Tensors:
 def same(ours: Tensors, theirs: Tensors) -> bool:
     """Names, types, shapes and bytes."""
     assert ours.keys() == theirs.keys()
-    return all(
-        ours[name].dtype == theirs[name].dtype
-        and ours[name].shape == theirs[name].shape
-        and same_bytes(ours[name], theirs[name])
-        for name in ours
-    )
+    return all(_same(ours[name], theirs[name]) for name in ours)
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def _same(one: Tensor, other: Tensor) -> bool:
+    as_bytes = [tensor.contiguous().view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 
 
 def config(directory: Path) -> dict[str, Any]:
