@@ -74,13 +74,14 @@ def layer_spec(model: ModelConfig, config: TransformerConfig, is_moe: bool) -> M
     attention.core_attention = StreamTEAttention
     if model.latent:
         submodules.self_attention.module = LatentAttention
-    if model.latent and model.q_lora_rank is None:
-        names = submodules.sharded_state_dict_keys_map or {}
-        norm = {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"}
-        submodules.sharded_state_dict_keys_map = {**names, **norm}
     if model.qk_norm_span == "all" and model.qk_norm:
         attention.q_layernorm = partial(SpanRMSNorm, heads=model.heads)
         attention.k_layernorm = partial(SpanRMSNorm, heads=model.kv_heads)
+    if model.latent and model.q_lora_rank is None:
+        attention.kv_layernorm = TENorm
+        submodules.sharded_state_dict_keys_map = {
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"
+        }
     if is_moe:
         submodules.mlp.keywords["submodules"].router = router(model)
     return spec

@@ -1,5 +1,6 @@
 """The layers where Transformer Engine is absent: Megatron's, with norms, experts and attention of torch alone."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,14 +10,12 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.parallel_state import get_tensor_model_parallel_group
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -29,7 +28,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from models.attention import StreamAttention
@@ -50,44 +48,45 @@ Norm = RMSNorm
 
 
 class SpanRMSNorm(MegatronModule):
-    """RMSNorm of queries (or keys) over all heads together, as OLMoE has it: its mean goes over the tensor ranks."""
+    """RMSNorm of queries (or keys) over all heads together, as OLMoE has it: its mean goes over the tensor ranks.
+
+    Every tensor rank holds the whole weight and uses the part of its heads: Megatron sums the gradients of whatever is
+    called q_layernorm or k_layernorm over the tensor ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, **_: Any) -> None:
         super().__init__(config=config)
         self.group: Any = get_tensor_model_parallel_group()
-        self.width = heads * hidden_size
-        self.weight = torch.nn.Parameter(torch.empty(self.width // self.group.size(), dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        self.weight = torch.nn.Parameter(torch.empty(heads * hidden_size, dtype=config.params_dtype))
 
     def forward(self, heads: Tensor) -> Tensor:
         """[T, 1, heads here, d] -> the same."""
         flat = heads.flatten(-2).float()
         squares = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), group=self.group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.group)  # its gradient is every rank's, summed
-        normed = flat * torch.rsqrt(squares / self.width + self.config.layernorm_epsilon)
-        return (self.weight * normed.to(heads.dtype)).view_as(heads)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        return make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight},
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        normed = flat * torch.rsqrt(squares / len(self.weight) + self.config.layernorm_epsilon)
+        weight = self.weight.view(self.group.size(), -1)[self.group.rank()]
+        return (weight * normed.to(heads.dtype)).view_as(heads)
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, also where latent keys and values are normalised and full queries are not (DeepSeek-V2-Lite): Megatron
-    itself normalises both or neither."""
+    """Megatron's latent attention, with what 0.19.2 lacks of it."""
 
-    norm: Any = RMSNorm
+    def __init__(self, config: Any, submodules: Any, **settings: Any) -> None:
+        full = config.q_lora_rank is None
+        super().__init__(config, replace(submodules, kv_layernorm=IdentityOp) if full else submodules, **settings)
+        if full:  # queries without a norm (DeepSeek-V2-Lite): Megatron then has none for keys and values either
+            self.kv_layernorm = submodules.kv_layernorm(
+                hidden_size=self.config.kv_lora_rank, config=self.config, eps=self.config.layernorm_epsilon
+            )
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        if config.q_lora_rank is None:
-            self.kv_layernorm = self.norm(config, config.kv_lora_rank)
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """With a projection that is split over the tensor ranks Megatron would take the gradient of the keys' rotary part
+        from this rank's heads alone. Gathered here, that part takes the way that it has with a projection that is not split."""
+        queries, keys = super()._qkv_down_projection(hidden_states)
+        if self.pg_collection.tp.size() > 1 and keys.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            keys = scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(keys))
+        return queries, keys
 
 
 class StreamRouter(TopKRouter):
@@ -104,6 +103,23 @@ class StreamRouter(TopKRouter):
             total = chosen.sum(-1, keepdim=True) + 1e-20
             probs = (probs * total if divided else probs / total).to(probs.dtype)
         return probs, routing_map
+
+
+class ExpertOutput(RowParallelLinear):
+    """An expert's second layer, with a bias that can be trained.
+
+    Megatron 0.19.2 adds the bias in place to what, with one process, is a view made by an autograd function. And it takes the
+    bias for one of sequence parallelism, whose gradients it sums over the tensor ranks, where those are summed already.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        if self.bias is not None:
+            self.bias.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, input_: Tensor) -> Any:
+        output, bias = super().forward(input_)
+        return (output if bias is None else output.clone()), bias
 
 
 class StackedExperts(SequentialMLP):
@@ -172,9 +188,7 @@ class TorchBackend(LocalSpecProvider):
         return StreamAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        linear = MLPSubmodules(
-            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=self.activation_func()
-        )
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput, activation_func=self.activation_func())
         return partial(StackedExperts, submodules=linear)
 
 
@@ -226,7 +240,7 @@ def _attention(model: ModelConfig, backend: Any) -> ModuleSpec:
 
 
 def _latent_attention(model: ModelConfig, backend: Any) -> ModuleSpec:
-    column = backend.column_parallel_linear()
+    column, full = backend.column_parallel_linear(), model.q_lora_rank is None
     norm = type("LatentNorm", (RMSNorm,), {"epsilon": model.latent_norm_epsilon})
     submodules: Any = MLASelfAttentionSubmodules(
         linear_q_proj=column,
@@ -236,8 +250,7 @@ def _latent_attention(model: ModelConfig, backend: Any) -> ModuleSpec:
         linear_kv_up_proj=column,
         core_attention=backend.core_attention(),
         linear_proj=backend.row_parallel_linear(),
-        q_layernorm=norm if model.q_lora_rank is not None else IdentityOp,
-        kv_layernorm=norm if model.q_lora_rank is not None else IdentityOp,  # LatentAttention has its own
+        q_layernorm=IdentityOp if full else norm,
+        kv_layernorm=norm,
     )
-    attention = type("LatentAttention", (LatentAttention,), {"norm": norm})
-    return ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

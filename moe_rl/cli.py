@@ -5,9 +5,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_rl import examples
+from moe_rl.plan import options as plan_options
 from parallel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,21 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             message += " (settings are written key.path=value, such as run.steps=20)"
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+class _CommandParser(_Parser):
+    """Of one command: settings and options in any order."""
+
+    _inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self._inside:
+            return super().parse_known_args(args, namespace)
+        self._inside = True  # parse_known_intermixed_args asks this method, for the options and for the rest
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._inside = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +60,7 @@ def _parser() -> _Parser:
         epilog="moe-rl COMMAND --help shows examples. README.md lists every setting.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, does, shown in (
         ("train", "reinforcement learning", examples.TRAIN),
         ("sft", "supervised training (a warm start)", examples.SFT),
@@ -70,6 +86,8 @@ def _parser() -> _Parser:
     command = _add_command(commands, "report", "one HTML page of a run, or of several compared", examples.REPORT, _report)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     command.add_argument("--output", metavar="FILE", help="where the page goes (default: report.html in the first RUN)")
+    does = "legal layouts on a cluster: memory of a GPU, expert placement, estimated cost; needs no GPU"
+    plan_options.add(_add_command(commands, "plan", does, plan_options.EXAMPLES, _plan), _positive)
     _add_command(
         commands, "doctor", "what is installed, what will be used, what is wrong", "example:\n  moe-rl doctor", _doctor
     )
@@ -77,7 +95,7 @@ def _parser() -> _Parser:
 
 
 def _add_command(
-    commands: "argparse._SubParsersAction[_Parser]",
+    commands: "argparse._SubParsersAction[_CommandParser]",
     name: str,
     does: str,
     shown: str,
@@ -126,6 +144,14 @@ def _report(arguments: argparse.Namespace) -> int:
     from moe_rl.report.command import report
 
     return report([Path(run) for run in arguments.runs], Path(arguments.output) if arguments.output else None)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from moe_rl import config
+    from moe_rl.plan.command import plan
+
+    settings, top = config.load(arguments.config, arguments.overrides), None if arguments.all else arguments.top
+    return plan(settings, plan_options.cluster(arguments), top, Path(arguments.json) if arguments.json else None)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from moe_rl.eval_config import EvalSection
 from moe_rl.rollouts.config import RolloutSection
 from moe_rl.section import Section
 from moe_rl.shaping_config import ShapingSection
+from moe_rl.task_config import TaskSection
 from parallel.config import ParallelConfig
 from parallel.errors import UsageError
 
@@ -39,36 +40,6 @@ class RunSection(Section):
         default=None, description="local processes to start; none: the fewest the layout allows"
     )
     threads: PositiveInt = Field(default=1, description="CPU threads a process")
-
-
-class TaskSection(Section):
-    name: str = Field(
-        default="addition",
-        description="addition | reversal | reasoning_gym:NAME | file | MODULE:FUNCTION (a function that returns a Task)",
-    )
-    options: dict[str, Any] = Field(default={}, description="the task's own parameters, such as digits: 2")
-    train_path: Path | None = Field(default=None, description="file: JSON lines, or Parquet (*.parquet); docs/data.md")
-    eval_path: Path | None = Field(default=None, description="file: held-out file; none: a share of train_path")
-    prompt_column: str | None = Field(
-        default=None, description="file: none: prompt, question, problem or messages, whichever there is; a.b: nested"
-    )
-    answer_column: str | None = Field(
-        default=None,
-        description="file: none: answer, solution, response, completion, reward_model.ground_truth or the conversation's last "
-        "turn, whichever there is",
-    )
-    chat: Literal["auto", True, False] = Field(
-        default="auto", description="prompts go through the tokenizer's chat template; auto: where it has one"
-    )
-    system: str | None = Field(default=None, description="system turn in front of conversations that have none")
-    template_options: dict[str, Any] = Field(
-        default={}, description="variables of the chat template, such as enable_thinking: false"
-    )
-    scorer: str = Field(default="exact", description="file: exact | numeric | math_verify | MODULE:FUNCTION(response, answer)")
-    train_size: PositiveInt = Field(default=4096, description="problems a generator task makes for training")
-    eval_size: PositiveInt = Field(default=256, description="held-out problems")
-    on_reward_error: Literal["stop", "zero"] = Field(default="stop", description="when a reward raises or is not finite")
-    seed: NonNegativeInt = Field(default=0, description="of the problems and of the train / held-out split; not of the run")
 
 
 class ReplaySection(Section):
@@ -174,9 +145,12 @@ class RunConfig(Section):
                 f"shaping.overlong_buffer={self.overlong_buffer}{self._origin('shaping', 'overlong_buffer')}: must be below "
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
-        if self.algorithm.router_shift and not self.model.moe_layers:
-            raise ValueError("algorithm.router_shift=true: model.dense_layers leaves no layer that routes; leave it out")
-        if self.model.router_fusion and (reason := self._asks_of_routers()):
+        if not self.model.moe_layers and (reason := self._asks_of_routers()):
+            cause = "model.dense_layers" if self.model.experts else "model.experts=0"
+            raise ValueError(f"{reason}: {cause} leaves no layer that routes; leave it out")
+        if self.model.router_fusion and (
+            reason := self._asks_of_routers() or ("drift.enabled=true" if self.drift.enabled else "")
+        ):
             raise ValueError(
                 f"model.router_fusion=true: the fused router chooses by itself and shows nothing, so {reason} would do "
                 "nothing, silently; set model.router_fusion=false"
@@ -209,13 +183,11 @@ class RunConfig(Section):
         return f" (from run.preset={self.run.preset})" if same else ""
 
     def _asks_of_routers(self) -> str | None:
-        """The setting that needs routers which can be observed or replayed."""
+        """The setting that needs routers, beside drift's, which without any has nothing to show."""
         if self.algorithm.router_shift:
             return "algorithm.router_shift=true"
         if self.replay.mode != "off":
             return f"replay.mode={self.replay.mode}"
-        if self.drift.enabled:
-            return "drift.enabled=true"
         rules = [name for name, rule in self.drift.watch if isinstance(rule, RuleSection) and rule.action == "replay"]
         return f"drift.watch.{rules[0]}.action=replay" if rules and self.drift.watch.enabled else None
 

@@ -12,9 +12,10 @@ from typing import Any, Self
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from moe_rl.config import RunConfig, TaskSection
+from moe_rl.config import RunConfig
 from moe_rl.estimates import Estimate, Outcome
 from moe_rl.summary import as_text
+from moe_rl.task_config import TaskSection
 from moe_rl.tracking import EVALUATIONS
 from moe_rl.types import Rollout
 from parallel.errors import UsageError

@@ -22,7 +22,7 @@ examples:
   moe-rl eval configs/quickstart.yaml                                (the newest checkpoint of runs/quickstart)
   moe-rl eval configs/quickstart.yaml checkpoint.load=runs/warm/checkpoints/step_000300
   moe-rl eval configs/quickstart.yaml eval.samples=16 eval.temperature=1 eval.k=[1,4,16] eval.problems=null
-  moe-rl eval configs/quickstart.yaml task.name=jsonl task.options={} task.eval_path=test.jsonl
+  moe-rl eval configs/quickstart.yaml task.name=file task.options={} task.eval_path=test.jsonl
   moe-rl eval configs/quickstart.yaml run.processes=4                (4 processes share the problems)
 
 Figures with standard errors go to RUN/eval/NAME.json, every response to RUN/eval/NAME.jsonl; nothing else of RUN is touched."""

@@ -7,6 +7,7 @@ from parallel.errors import UsageError
 Values = dict[str, Any]
 
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # dynamic and longrope change with the length of what is read
+_PARTLY_TURNED = ("glm4_moe",)  # families whose attention turns a part of a head
 
 
 def refuse(hf: Any, key: str, wrong: bool, reason: str) -> None:
@@ -45,7 +46,10 @@ def _rope(hf: Any) -> Values:
         choices = ", ".join(_ROPE_TYPES)
         raise UsageError(f"{hf.name_or_path}/config.json: rope_type={kind}: cannot be converted; must be one of {choices}")
     values: Values = {"rope_base": parameters.pop("rope_theta")}
-    values["rope_fraction"] = parameters.pop("partial_rotary_factor", None) or 1.0
+    values["rope_fraction"] = fraction = parameters.pop("partial_rotary_factor", None) or 1.0
+    if fraction != 1.0 and hf.model_type not in _PARTLY_TURNED:
+        reason = f"attention of {hf.model_type} turns whole heads"
+        raise UsageError(f"{hf.name_or_path}/config.json: partial_rotary_factor={fraction}: cannot be converted: {reason}")
     if kind != "default":
         if parameters.get("factor") is None:  # as transformers reads it
             parameters["factor"] = hf.max_position_embeddings / parameters["original_max_position_embeddings"]
@@ -90,12 +94,14 @@ def qwen_experts(hf: Any) -> Values:
 def deepseek_experts(hf: Any) -> Values:
     """Experts of DeepSeek: the first layers dense, shared experts beside the routed ones."""
     refuse(hf, "moe_layer_freq", getattr(hf, "moe_layer_freq", 1) != 1, "every layer after the first dense ones has experts")
+    refuse(hf, "n_shared_experts", not hf.n_shared_experts, "transformers' model has at least one")
+    refuse(hf, "mlp_bias", bool(getattr(hf, "mlp_bias", False)), "biases in dense layers but not in the experts are not built")
     return {
         "experts": hf.n_routed_experts,
         "topk": hf.num_experts_per_tok,
         "moe_ffn": hf.moe_intermediate_size,
         "dense_layers": list(range(hf.first_k_dense_replace)),
-        "shared_ffn": hf.moe_intermediate_size * (hf.n_shared_experts or 0),
+        "shared_ffn": hf.moe_intermediate_size * hf.n_shared_experts,
         "router_scale": None if hf.routed_scaling_factor == 1.0 else hf.routed_scaling_factor,
     }
 

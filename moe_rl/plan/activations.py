@@ -45,16 +45,19 @@ def layer_input(model: ModelConfig, tokens: int, parallel: ParallelConfig) -> fl
 
 def head(model: ModelConfig, tokens: int, parallel: ParallelConfig, kernels: Kernels) -> float:
     """Final norm, and the rows that are scored: all tokens, on every tensor rank."""
-    rows = model.hidden * _size(model) + 2 * _LONG + 2 * _FLOAT
-    return tokens / parallel.tensor * _norm(model, model.hidden, kernels) + tokens * rows
+    rows, norm = model.hidden * _size(model) + 2 * _LONG + 2 * _FLOAT, _norm(model, model.hidden, kernels)
+    return tokens / parallel.tensor * (norm - model.hidden * _size(model)) + tokens * rows  # its output is not saved
 
 
 def logits(model: ModelConfig, tokens: int, parallel: ParallelConfig) -> float:
-    """While the output layer's backward pass runs: float32 tensors of a chunk's logits, and the weight's gradient, once summed
-    in float32, once as a product of the model's type and once that product in float32."""
-    columns = model.padded_vocab_size / parallel.tensor
-    chunk = min(tokens, model.logprob_chunk)
-    return chunk * columns * 5 * _FLOAT + columns * model.hidden * (2 * _FLOAT + _size(model))
+    """The most of the output layer's backward pass: while a chunk's logits become their gradient, as five float32 tensors of
+    their size beside the weight's gradient in float32; or while the chunk's product is added to that."""
+    columns, size = model.padded_vocab_size / parallel.tensor, _size(model)
+    chunk, converts = min(tokens, model.logprob_chunk), size != _FLOAT
+    product = size + converts * _FLOAT
+    turning = 5 * _FLOAT * chunk
+    adding = (2 * _FLOAT + size) * chunk + product * model.hidden
+    return columns * (max(turning, adding) + _FLOAT * model.hidden)
 
 
 def _size(model: ModelConfig) -> int:
@@ -70,7 +73,9 @@ def _grouped(model: ModelConfig, kernels: Kernels) -> float:
     """A token: the projection's output, queries and keys as they are rotated, the result, the softmax's sums."""
     size, query, key = _size(model), model.heads * model.head_dim, model.kv_heads * model.head_dim
     bytes_ = (query + 2 * key + query + key + query) * size + model.heads * _FLOAT
-    if model.qk_norm and kernels.fused:
+    if model.qk_norm and model.qk_norm_span == "all":  # models/torch_layers.py's own, whatever the kernels
+        bytes_ += (query + key) * (_FLOAT + size) + 2 * _FLOAT
+    elif model.qk_norm and kernels.fused:
         bytes_ += (query + key) * size
     elif model.qk_norm:  # in float32, keys are first saved as part of the projection's output
         bytes_ += 2 * query * _FLOAT + key * _FLOAT * (1 if size == _FLOAT else 2)
@@ -92,9 +97,11 @@ def _latent(model: ModelConfig, kernels: Kernels) -> float:
 def _router(model: ModelConfig, kernels: Kernels) -> float:
     """A token: scores of all experts in float32, choice, gates, order."""
     order = model.topk * _LONG
-    if not kernels.fused:
-        order += model.topk * _LONG
-    return model.experts * _FLOAT + model.topk * (_LONG + _FLOAT) + order
+    if not kernels.fused:  # on a CPU masked_select keeps memory for as many as it looks through
+        order += model.experts * _LONG
+    scores = 2 * model.experts * _FLOAT + _FLOAT if model.router_score == "sigmoid" else model.experts * _FLOAT
+    gates = 0 if model.router_pre_softmax and model.router_score == "softmax" else model.topk * _FLOAT
+    return scores + gates + model.topk * _LONG + order
 
 
 def _mlp(model: ModelConfig, width: int) -> float:
@@ -108,7 +115,4 @@ def _experts(model: ModelConfig, here: float, parallel: ParallelConfig, kernels:
     clamps = 2 if model.glu_clamp is not None else 0
     token = (6 + clamps) * width * size + model.hidden * size * (2 if model.bias else 1) + _FLOAT
     arriving = here * model.topk * parallel.expert_tensor * kernels.imbalance
-    if parallel.dispatcher == "allgather":  # every rank holds all tokens of its group, and keeps those of its experts
-        gathered = here * parallel.expert * parallel.expert_tensor
-        return arriving * token + gathered * (model.hidden * size + model.experts * _FLOAT)
     return arriving * token

@@ -31,5 +31,6 @@ class Speeds:
     memory: float = 3.35e12 * 0.7
     inside_node: float = 450e9 * 0.7  # NVLink, one direction
     between_nodes: float = 50e9 * 0.7  # one 400 Gb/s adapter a GPU
-    collective: float = 20e-6  # latency of one
+    collective: float = 20e-6  # latency of one inside a node
+    collective_between: float = 60e-6  # more of it, for each doubling of the nodes that take part
     layer: float = 1e-3  # launching a layer's kernels from Python, once a decoding step

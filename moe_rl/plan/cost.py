@@ -3,6 +3,7 @@
 An estimate from published speeds. It was tried on no GPU: take it as an order to try layouts in.
 """
 
+import math
 from dataclasses import dataclass
 
 from models import parameters
@@ -66,7 +67,7 @@ class CostModel:
         self.active = counts.active_without_embedding
         self.expert_weights = counts.total["routed experts"]
         self.dense_weights = counts.all - self.expert_weights
-        self.size = SIZES[config.model.dtype]
+        self.size, self.moe_layers = SIZES[config.model.dtype], len(config.model.moe_layers)
 
     def of(self, parallel: ParallelConfig, work: Workload) -> Cost:
         model, algorithm = self.model, self.config.algorithm
@@ -96,7 +97,7 @@ class CostModel:
         speeds, stages = self.speeds, parallel.pipeline
         compute = 2 * self.active * tokens / (parallel.tensor * stages) / speeds.compute
         here = tokens / parallel.tensor
-        moe = len(self.model.moe_layers) / stages
+        moe = self.moe_layers / stages
         exchange = here * moe * ((out - between) / speeds.inside_node + between / speeds.between_nodes)
         layers = self.model.layers / stages
         messages = here * self.model.hidden * self.size * parallel.virtual_pipeline * (stages > 1) / speeds.between_nodes
@@ -106,7 +107,7 @@ class CostModel:
         """A token and layer in a forward pass: all-gather and reduce-scatter around attention and around a dense or shared
         MLP. Experts have their own exchange."""
         model, ranks = self.model, parallel.tensor
-        moe = len(model.moe_layers) / model.layers
+        moe = self.moe_layers / model.layers
         blocks = 1 + (1 - moe) + moe * bool(model.shared_ffn)
         return 2 * blocks * model.hidden * self.size * (ranks - 1) / ranks
 
@@ -129,7 +130,10 @@ class CostModel:
         weights = self.dense_weights / parallel.tensor + self.expert_weights / (parallel.expert * parallel.expert_tensor)
         read = weights * self.size / speeds.memory
         through = stages * self._forward(parallel, work.rows, out, between, tensor)
-        collectives = self.model.layers * (2 * (parallel.tensor > 1) + 2 * (out > 0)) * speeds.collective
+        nodes = -(-parallel.expert * parallel.expert_tensor // self.cluster.gpus)
+        latency = speeds.collective + speeds.collective_between * math.log2(nodes)  # in rounds that double what is reached
+        collectives = 2 * self.moe_layers * latency * (out > 0)
+        collectives += 2 * self.model.layers * speeds.collective * (parallel.tensor > 1)
         step = max(read, through) + collectives + self.model.layers * speeds.layer
         prefill = stages * self._forward(parallel, work.rows * work.prompt, out, between, tensor)
         return work.batches * (prefill + work.response * step)

@@ -59,12 +59,15 @@ class MemoryModel:
         self.policy = StateMemory(config.model, down_projections=False)
         untied = config.model.model_copy(update={"tie_embeddings": False})
         self.critic = StateMemory(untied, down_projections=False, values=True)
+        self._stages: dict[tuple[int | None, ...], list[Stage]] = {}
         self.kernels = Kernels(fused=True, imbalance=cluster.imbalance)
 
     def of(self, parallel: ParallelConfig, work: Workload) -> Memory:
         """On the GPU that needs most."""
-        candidates = different(stages(self.model, parallel))
-        return max((self.of_stage(parallel, stage, work) for stage in candidates), key=lambda memory: memory.total)
+        depth = (parallel.pipeline, parallel.virtual_pipeline, parallel.first_stage_layers, parallel.last_stage_layers)
+        if depth not in self._stages:
+            self._stages[depth] = different(stages(self.model, parallel))
+        return max((self.of_stage(parallel, stage, work) for stage in self._stages[depth]), key=lambda memory: memory.total)
 
     def of_stage(self, parallel: ParallelConfig, stage: Stage, work: Workload) -> Memory:
         mine, algorithm = self.policy.of(parallel, stage, self.cluster.world), self.config.algorithm
@@ -100,7 +103,8 @@ class MemoryModel:
         chunks = [of_chunk(chunk) for chunk in stage.chunks]
         held = sum(sorted(chunks, reverse=True)[: passes % len(chunks)]) + passes // len(chunks) * sum(chunks)
         if recompute == "full":
-            held += max(full[is_moe] for is_moe in (False, True) if any(_has(chunk, is_moe) for chunk in stage.chunks))
+            again = max(full[is_moe] for is_moe in (False, True) if any(_has(chunk, is_moe) for chunk in stage.chunks))
+            held += again - activations.layer_input(self.model, tokens, parallel)
         if stage.chunks[-1].last:
             held += activations.head(self.model, tokens, parallel, self.kernels)
         return held

@@ -73,12 +73,13 @@ def make(config: RunConfig, cluster: Cluster) -> Planned:
     return Planned(config, cluster, sorted(planner.all(), key=lambda plan: plan.order), planner.yours())
 
 
-def fewest_nodes(config: RunConfig, cluster: Cluster, most: int = 1024) -> Plan | None:
-    """The best plan on the fewest nodes on which one fits, of more nodes than the cluster has: powers of 2, and 3/2 of them."""
+def fewest_nodes(config: RunConfig, cluster: Cluster, most: int = 1024) -> tuple[int, Plan] | None:
+    """The fewest nodes on which a layout fits, and the best there; of more nodes than the cluster has, powers of 2 and 3/2 of
+    them are tried."""
     sizes = sorted({n for power in range(11) for n in (2**power, 3 * 2**power // 2)})
     for nodes in sizes:
         if cluster.nodes < nodes <= most:
             fitting = [plan for plan in Planner(config, replace(cluster, nodes=nodes)).all() if plan.fits]
             if fitting:
-                return min(fitting, key=lambda plan: plan.order)
+                return nodes, min(fitting, key=lambda plan: plan.order)
     return None

@@ -1,7 +1,6 @@
 """What a pipeline stage holds, and which stages differ."""
 
 from dataclasses import dataclass
-from functools import cache
 
 from models.config import ModelConfig
 from parallel.config import ParallelConfig
@@ -37,8 +36,16 @@ class Stage:
 
 def stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[Stage, ...]:
     """Every pipeline stage, in order."""
-    spans = tuple(tuple((span.start, span.stop) for span in stage) for stage in parallel.stage_layers(model.layers))
-    return _stages(spans, model.moe_layers)
+    routes, found = set(model.moe_layers), []
+    spans = parallel.stage_layers(model.layers)
+    for index, chunks in enumerate(spans):
+        made = []
+        for number, span in enumerate(chunks):
+            moe = sum(i in routes for i in span)
+            first, last = index == number == 0, index == len(spans) - 1 and number == len(chunks) - 1
+            made.append(Chunk(len(span) - moe, moe, first, last))
+        found.append(Stage(index, tuple(made)))
+    return tuple(found)
 
 
 def different(stages: tuple[Stage, ...]) -> list[Stage]:
@@ -47,19 +54,6 @@ def different(stages: tuple[Stage, ...]) -> list[Stage]:
     for stage in stages:
         found.setdefault(stage.chunks, stage)
     return list(found.values())
-
-
-@cache
-def _stages(spans: tuple[tuple[tuple[int, int], ...], ...], moe_layers: tuple[int, ...]) -> tuple[Stage, ...]:
-    routes, found = set(moe_layers), []
-    for index, chunks in enumerate(spans):
-        made = []
-        for number, (start, stop) in enumerate(chunks):
-            moe = sum(i in routes for i in range(start, stop))
-            first, last = index == 0 and number == 0, index == len(spans) - 1 and number == len(chunks) - 1
-            made.append(Chunk(stop - start - moe, moe, first, last))
-        found.append(Stage(index, tuple(made)))
-    return tuple(found)
 
 
 def in_flight(stage: Stage, parallel: ParallelConfig, microbatches: int) -> int:

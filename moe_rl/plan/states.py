@@ -6,7 +6,7 @@ tensor starts at a multiple of 64 elements; a buffer ends at a multiple of 128 a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from models import parameters
@@ -52,46 +52,46 @@ class StateMemory:
 
     def __init__(self, model: ModelConfig, *, down_projections: bool, values: bool = False) -> None:
         self.model, self.down_projections, self.values = model, down_projections, values
-        self._weights: dict[tuple[Split, Chunk], tuple[Weight, ...]] = {}
+        self._layers: dict[tuple[Split, bool], tuple[int, int]] = {}
         self._states: dict[tuple[Split, Chunk, tuple[int, int]], States] = {}
 
     def of(self, parallel: ParallelConfig, stage: Stage, world: int) -> States:
         """On the rank of the stage with the largest share of the optimizer state."""
-        total, split, sizes = States(0, 0, 0), self.split(parallel), groups(parallel, world)
+        total, sizes = States(0, 0, 0), groups(parallel, world)
+        split = Split.of(parallel, self.down_projections)
         for chunk in stage.chunks:
-            total += self._of_chunk(split, chunk, sizes)
+            key = (split, chunk, sizes)
+            if key not in self._states:
+                self._states[key] = self._of_chunk(split, chunk, sizes)
+            total += self._states[key]
         return total
 
-    def split(self, parallel: ParallelConfig) -> Split:
-        return Split.of(parallel, self.down_projections)
-
-    def weights(self, split: Split, chunk: Chunk) -> tuple[Weight, ...]:
-        """Every tensor of a chunk on one rank."""
-        key = (split, chunk)
-        if key not in self._weights:
-            found: list[Weight] = []
-            for is_moe, count in ((False, chunk.dense), (True, chunk.moe)):
-                layer = parameters.layer(self.model, is_moe, split) if count else []
-                found += [Weight(w.group, w.elements, w.count * count) for w in layer]
-            if chunk.first:
-                found += parameters.embedding(self.model, split)
-            if chunk.last:
-                found += parameters.head(self.model, split, embeds=chunk.first, values=self.values)
-            self._weights[key] = tuple(found)
-        return self._weights[key]
-
     def _of_chunk(self, split: Split, chunk: Chunk, sizes: tuple[int, int]) -> States:
-        key = (split, chunk, sizes)
-        if key not in self._states:
-            weights, dtype, total = self.weights(split, chunk), self.model.dtype, States(0, 0, 0)
-            for is_expert, size in zip((False, True), sizes, strict=True):
-                elements = buffer_elements([w for w in weights if w.is_expert == is_expert], size)
-                total += States(elements * SIZES[dtype], elements * GRADIENT, elements // size * optimizer_bytes(dtype))
-            self._states[key] = total
-        return self._states[key]
+        size, total = SIZES[self.model.dtype], States(0, 0, 0)
+        for elements, group in zip(self._elements(split, chunk), sizes, strict=True):
+            end = math.lcm(group, 128)
+            buffer = -(-elements // end) * end
+            total += States(buffer * size, buffer * GRADIENT, buffer // group * optimizer_bytes(self.model.dtype))
+        return total
+
+    def _elements(self, split: Split, chunk: Chunk) -> tuple[int, int]:
+        """Of a chunk's two buffers, where the last tensor ends."""
+        ends: list[Weight] = parameters.embedding(self.model, split) if chunk.first else []
+        if chunk.last:
+            ends = ends + parameters.head(self.model, split, embeds=chunk.first, values=self.values)
+        dense, experts = padded(ends)
+        for is_moe, count in ((False, chunk.dense), (True, chunk.moe)):
+            if count:
+                key = (split, is_moe)
+                if key not in self._layers:
+                    self._layers[key] = padded(parameters.layer(self.model, is_moe, split))
+                dense, experts = dense + count * self._layers[key][0], experts + count * self._layers[key][1]
+        return dense, experts
 
 
-def buffer_elements(weights: Sequence[Weight], group: int) -> int:
-    """Elements of a buffer over these tensors, padding included."""
-    end = math.lcm(group, 128)
-    return -(-sum(-(-w.elements // 64) * 64 * w.count for w in weights) // end) * end
+def padded(weights: Iterable[Weight]) -> tuple[int, int]:
+    """Elements of these tensors, each up to where the next may start: (of all but experts, of experts)."""
+    sums = [0, 0]
+    for weight in weights:
+        sums[weight.is_expert] += -(-weight.elements // 64) * 64 * weight.count
+    return sums[0], sums[1]

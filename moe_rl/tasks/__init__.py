@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from moe_rl.config import TaskSection
 from moe_rl.config_errors import near, show
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import addition, files, reasoning_gym, reversal, user
 from moe_rl.tasks.encoding import Encoder, build_encoder, check_stops
 from moe_rl.tasks.prompts import check_prompts, example_that_fits, fitting

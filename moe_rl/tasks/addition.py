@@ -2,7 +2,7 @@
 
 from pydantic import Field, field_validator
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks.generator import Space, draw_problems, score_characters
 from moe_rl.tasks.options import Options, parse_options
 from moe_rl.tasks.task import Task

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_rl.config import TaskSection
 from moe_rl.config_errors import near, show
 from moe_rl.rollouts.config import RolloutSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks.tokenizer import Tokenizer
 from moe_rl.types import Message, Problem
 from parallel.errors import UsageError

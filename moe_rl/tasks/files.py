@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import TaskSection
 from moe_rl.config_errors import show
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks.options import check_names
 from moe_rl.tasks.rows import Columns, parse_row
 from moe_rl.tasks.scorers import Scorer, build_scorer

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks.scorers import exact
 from moe_rl.tasks.task import ProblemSet, Scored, ScoreFunction
 from moe_rl.types import Problem

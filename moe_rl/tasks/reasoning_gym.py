@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from moe_rl.config import TaskSection
 from moe_rl.config_errors import show
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks.options import check_names, explain_option
 from moe_rl.tasks.task import ProblemSet, Score, Task, prompt_key
 from moe_rl.tasks.untrusted import is_plain_formula, is_plain_literal, time_limit

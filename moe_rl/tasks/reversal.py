@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks.generator import Space, draw_problems, score_characters
 from moe_rl.tasks.options import Options, parse_options
 from moe_rl.tasks.task import Task

@@ -3,8 +3,8 @@
 import inspect
 from typing import Any
 
-from moe_rl.config import TaskSection
 from moe_rl.config_errors import near
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks.importing import import_function
 from parallel.errors import UsageError
 

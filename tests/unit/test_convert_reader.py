@@ -160,6 +160,12 @@ def lengthen(folder: Path) -> None:
     file.write_bytes(file.read_bytes() + b"12345")
 
 
+def exchange_shards(folder: Path) -> None:
+    names = {"a": 2, "b": 1, "c": 1, "d": 2}
+    weight_map = {name: f"model-0000{number}-of-00002.safetensors" for name, number in names.items()}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
 def empty(folder: Path) -> None:
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
 
@@ -225,6 +231,7 @@ def folder_for_a_file(folder: Path) -> None:
         (remove_shard, r"index\.json: names model-00002-of-00002\.safetensors, which is not there; fetch it"),
         (folder_for_a_file, r"index\.json: names model-00001-of-00002\.safetensors, which is not there"),
         (rename_tensor, r"model-00002-of-00002\.safetensors: lacks the tensor c that model\.safetensors\.index\.json lists"),
+        (exchange_shards, r"model-00002-of-00002\.safetensors: lacks the tensor a that model\.safetensors\.index\.json lists"),
         (repeat_tensor, r"model-00002-of-00002\.safetensors: tensor b is also in model-00001-of-00002\.safetensors"),
         (truncate, r"model-00002-of-00002\.safetensors: tensor d is cut off: it ends at byte \d+, the file at \d+; fetch"),
         (lengthen, r"model-00002-of-00002\.safetensors: has 5 bytes behind its last tensor"),

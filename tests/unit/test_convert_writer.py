@@ -48,6 +48,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         assert read[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
+    assert all(entry.offset % entry.dtype.itemsize == 0 for entry in Reader(tmp_path / "out").names.values())
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import RunConfig, TaskSection
+from moe_rl.config import RunConfig
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import build_task, score_response
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moe_rl.config import TaskSection
 from moe_rl.rollouts.config import RolloutSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import ByteTokenizer, Encoder, HFTokenizer, build_encoder, check_stops
 from moe_rl.tasks.encoding import Example
 from moe_rl.types import Problem

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import (
     ProblemSet,
     Score,

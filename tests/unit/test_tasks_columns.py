@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import Task, build_task, fingerprint
 from moe_rl.types import Problem
 from parallel.errors import UsageError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import Score, Task, build_task, score_response
 from moe_rl.tasks.generator import Space, draw_problems, score_characters
 from moe_rl.types import Problem

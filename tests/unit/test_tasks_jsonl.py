@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import Task, build_task, score_response
 from parallel.errors import UsageError
 

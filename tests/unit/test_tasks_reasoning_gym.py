@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import Task, build_task, fingerprint, reasoning_gym, score_response
 from moe_rl.tasks.untrusted import time_limit
 from parallel.errors import UsageError
@@ -160,7 +160,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 HASHED = """
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import build_task, fingerprint
 print(fingerprint(build_task(TaskSection(name="reasoning_gym:word_ladder", train_size=3, eval_size=1))))
 """

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from moe_rl.config import TaskSection
+from moe_rl.task_config import TaskSection
 from moe_rl.tasks import ByteTokenizer, Encoder, ProblemSet, RewardError, Score, check_prompts, score_response
 from moe_rl.types import Problem
 from parallel.errors import UsageError
