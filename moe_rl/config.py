@@ -154,12 +154,10 @@ class RunConfig(Section):
                 f"shaping.overlong_buffer={self.overlong_buffer}{self._origin('shaping', 'overlong_buffer')}: must be below "
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
-        if not self.model.moe_layers and (reason := self._asks_of_routers()):
+        if self.algorithm.router_shift and not self.model.moe_layers:
             cause = "model.dense_layers" if self.model.experts else "model.experts=0"
-            raise ValueError(f"{reason}: {cause} leaves no layer that routes; leave it out")
-        if self.model.router_fusion and (
-            reason := self._asks_of_routers() or ("drift.enabled=true" if self.drift.enabled else "")
-        ):
+            raise ValueError(f"algorithm.router_shift=true: {cause} leaves no layer that routes; leave it out")
+        if self.model.router_fusion and (reason := self._asks_of_routers()):
             raise ValueError(
                 f"model.router_fusion=true: the fused router chooses by itself and shows nothing, so {reason} would do "
                 "nothing, silently; set model.router_fusion=false"
@@ -192,11 +190,13 @@ class RunConfig(Section):
         return f" (from run.preset={self.run.preset})" if same else ""
 
     def _asks_of_routers(self) -> str | None:
-        """The setting that needs routers, beside drift's, which without any has nothing to show."""
+        """The setting that needs routers which can be observed or replayed."""
         if self.algorithm.router_shift:
             return "algorithm.router_shift=true"
         if self.replay.mode != "off":
             return f"replay.mode={self.replay.mode}"
+        if self.drift.enabled:
+            return "drift.enabled=true"
         rules = [name for name, rule in self.drift.watch if isinstance(rule, RuleSection) and rule.action == "replay"]
         return f"drift.watch.{rules[0]}.action=replay" if rules and self.drift.watch.enabled else None
 
