@@ -22,6 +22,11 @@ def numbered(directory: Path) -> list[tuple[int, Path]]:
     return [(int(m[1]), p) for m, p in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or -1)))]
 
 
+def is_within_step(path: Path) -> bool:
+    """Whether a checkpoint's name says that it was saved after some of a step's updates: it serves to go on from there."""
+    return (match := _NAME.fullmatch(path.name)) is not None and match[2] is not None
+
+
 def is_complete(path: Path) -> bool:
     """Whether every file that a checkpoint consists of is there and has its size; what is in them is not looked at.
 

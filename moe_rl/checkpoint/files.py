@@ -42,8 +42,11 @@ def publish(target: Path) -> None:
 
 def retire(directory: Path, keep: int, keep_every: int) -> None:
     """Removes all complete checkpoints but the newest `keep`, those of a step that `keep_every` divides (0: none), and pinned
-    ones. What is not complete is not counted and not touched."""
+    ones; and those within a step that a newer one has overtaken. What is not complete is not counted and not touched."""
     complete = [(step, path) for step, path in checkpoint_paths.numbered(directory) if checkpoint_paths.is_complete(path)]
+    for _, path in [pair for pair in complete[:-1] if checkpoint_paths.is_within_step(pair[1])]:
+        shutil.rmtree(_set_aside(path))
+    complete = [pair for pair in complete if not checkpoint_paths.is_within_step(pair[1])]
     for step, path in [pair for pair in complete if not (pair[1] / PINNED).exists()][:-keep]:
         if not keep_every or step % keep_every:
             shutil.rmtree(_set_aside(path))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config import RunConfig
+from parallel.launch import SAVED_EXIT_CODE
 from tests.distributed.ranks import place
 
 multiprocessing.set_forkserver_preload(["tests.distributed.imported"])
@@ -25,14 +26,15 @@ _GRACE = 0.3  # seconds that ranks live on after the first has died
 
 @dataclass(frozen=True)
 class Kill:
-    """When processes die, without a word: at call number `call` of the function `point` ("module:Class.method"), before it or
-    `after` it; or after `cpu` seconds of their own work. ranks: which ones; none: all."""
+    """When processes die, without a word, or are asked to end `by` another signal: at call number `call` of the function `point`
+    ("module:Class.method"), before it or `after` it; or after `cpu` seconds of their own work. ranks: which ones; none: all."""
 
     point: str = ""
     call: int = 1
     after: bool = False
     cpu: float = 0.0
     ranks: tuple[int, ...] | None = None
+    by: int = signal.SIGKILL
 
     def arm(self, rank: int) -> None:
         """In a process that is to die."""
@@ -51,10 +53,10 @@ class Kill:
         def deadly(*args: Any, **settings: Any) -> Any:
             now = next(calls) == self.call
             if now and not self.after:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.by)
             result = real(*args, **settings)
-            if now:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if now and self.after:
+                os.kill(os.getpid(), self.by)
             return result
 
         setattr(holder, name, deadly)
@@ -86,7 +88,7 @@ def _attempt(config: RunConfig, world: int, kill: Kill | None, command: str) -> 
         codes = [process.exitcode for process in processes]
         if not any(codes):
             return True
-        died = [code for code in codes if code in (-signal.SIGKILL, -signal.SIGVTALRM)]
+        died = [code for code in codes if code in (-signal.SIGKILL, -signal.SIGVTALRM, SAVED_EXIT_CODE)]
         assert kill is not None and died, (codes, [(Path(folder) / f"{rank}.log").read_text()[-3000:] for rank in range(world)])
         return False
 

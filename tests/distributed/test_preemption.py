@@ -1,0 +1,67 @@
+"""A signal asks a run to save between two updates and end; given again, it ends as if it had never been asked: to the bit."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from moe_rl import checkpoint_paths
+from tests.distributed.kills import Kill, run_killed
+from tests.distributed.runs import Runs
+from tests.distributed.test_kills import CASES, SHARED, assert_same_end, undisturbed
+
+pytestmark = pytest.mark.distributed
+
+STEP = "moe_rl.update:PolicyUpdate.step"
+
+
+def asked(point: str, **when: Any) -> Kill:
+    return Kill(point, by=signal.SIGUSR1, **when)
+
+
+# the signal comes in the middle of these; the run goes on to the next update's end
+ASKED: dict[str, list[Kill]] = {
+    "gspo": [
+        asked("moe_rl.trainer:sample_step"),
+        asked(STEP, call=2),
+        Kill("moe_rl.update:PolicyUpdate.score_old", call=2, by=signal.SIGTERM),
+        asked(STEP, call=4),
+    ],
+    "ppo in the background": [asked("moe_rl.critic:Critic.step", call=2), asked("moe_rl.critic:Critic.step", call=4)],
+    "dynamic sampling, EP2": [
+        asked("moe_rl.rollouts.step:collect", ranks=(1,)),
+        asked(STEP, call=1, ranks=(0,)),
+        asked(STEP, call=3, ranks=(1,)),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_run_that_is_asked_to_end_goes_on_within_its_step(runs: Runs, case: str) -> None:
+    world, command, settings = CASES[case]
+    wanted = undisturbed(runs, case)
+    name = wanted.replace("-whole", "-asked")
+    assert run_killed(runs.config(name, *SHARED, *settings), world, ASKED[case], command) == len(ASKED[case])
+    assert_same_end(runs, name, wanted)
+
+
+def test_a_step_goes_on_only_in_its_layout(runs: Runs) -> None:
+    _, command, settings = CASES["dynamic sampling, EP2"]
+    config = runs.config("moved", *SHARED, *settings)
+    assert run_killed_once(runs, config, asked(STEP, call=1)) == "step_000000_1"
+    with pytest.raises(AssertionError, match="was saved within a step.*2 processes with parallel.expert=2"):
+        run_killed(runs.config("moved", *SHARED, *[s for s in settings if s != "parallel.expert=2"]), 1, [], command)
+
+
+def run_killed_once(runs: Runs, config: Any, kill: Kill) -> str:
+    from tests.distributed.kills import _attempt
+
+    assert not _attempt(config, 2, kill, "train")
+    last = checkpoint_paths.newest(config.directory / "checkpoints")
+    assert last is not None
+    return last.name
