@@ -1,4 +1,4 @@
-"""A run of one layout that goes on in another: its next step, from weights, optimizer and schedule of the checkpoint, is the same."""
+"""A run of one layout that goes on in another: its next step is the same. Weights, optimizer, schedule, reference."""
 
 import shutil
 from pathlib import Path

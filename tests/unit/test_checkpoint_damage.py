@@ -246,7 +246,11 @@ def test_what_is_saved_in_the_background_is_what_was_there_when_it_was_saved(run
         ours = checkpoint_paths.newest(tmp_path / "ours")
         assert ours is not None
         assert len(tensors(read(wanted))) > 30 and not differing(read(ours), read(wanted))
-        assert manifest.read(ours) == manifest.read(wanted)
+        assert shards(ours) == shards(wanted)
+
+
+def shards(path: Path) -> dict[str, manifest.Entry]:
+    return {name: entry for name, entry in (manifest.read(path) or {}).items() if name.endswith(".distcp")}
 
 
 def test_a_thread_that_breaks_off_publishes_nothing(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from moe_rl import config, rundir
+from moe_rl import config, rundir, yaml_text
 from moe_rl.config import RunConfig
 from moe_rl.tracking import read_summary
 from moe_rl.types import Problem, Response, Rollout
@@ -106,9 +105,9 @@ def test_a_run_from_before_a_setting_came_is_the_same_run(tmp_path: Path) -> Non
     """Its file lacks the key, and a section; what this run asks of them is what they default to, or not."""
     directory = left_behind(tmp_path)
     path = directory / "config.yaml"
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found = yaml_text.parse(path.read_text(encoding="utf-8"), "config.yaml")
     del found["rollout"]["top_p"], found["shaping"]
-    path.write_text(yaml.safe_dump(found), encoding="utf-8")
+    path.write_text(yaml_text.dump(found), encoding="utf-8")
     assert rundir.make_room(settings(tmp_path), phase="train") is None
     assert rundir.make_room(settings(tmp_path, "rollout.top_p=0.5"), phase="train") is not None
 
