@@ -32,12 +32,12 @@ CONVERT = """
     from models.convert.importing import import_directory
 
     AutoConfig.from_pretrained(folder / "hf")
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1000
+    before = start()
     limit(120_000_000)
     import_directory(folder / "hf", folder / "ckpt")
-    print(peak() - before)
+    print((resident("VmHWM") - before) // 1000)
     export_directory(folder / "ckpt", folder / "out")
-    print(peak() - before)
+    print((resident("VmHWM") - before) // 1000)
 """
 
 
