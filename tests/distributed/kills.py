@@ -26,7 +26,7 @@ _GRACE = 0.3  # seconds that ranks live on after the first has died
 
 @dataclass(frozen=True)
 class Kill:
-    """When processes die, without a word, or are asked to end `by` another signal: at call number `call` of the function `point`
+    """When processes die, without a word, or are asked to end `by` another signal: at call number `call` of function `point`
     ("module:Class.method"), before it or `after` it; or after `cpu` seconds of their own work. ranks: which ones; none: all."""
 
     point: str = ""
