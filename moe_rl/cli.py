@@ -184,7 +184,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """train, sft and eval: everything a person can get wrong is looked at before a process or torch starts."""
     from moe_rl import config
-    from parallel.launch import launch, launched_world, report_errors
+    from parallel.failures import report_errors
+    from parallel.launch import launch, launched_world
 
     world = launched_world(os.environ)
     try:

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import random
 import signal
@@ -11,18 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
-from parallel.errors import UsageError
+from parallel.failures import ERROR_DIR, Failure, log_file, recorded, report, wordless
 
-_ERROR_DIR = "MOE_RL_ERROR_DIR"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
-_TAIL_LINES = 20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,40 +44,6 @@ def launched_world(env: Mapping[str, str]) -> World | None:
     return None
 
 
-@dataclass(frozen=True)
-class Failure:
-    """How a rank ended. `time`: seconds since the epoch; `traceback` is empty where the rank left no word."""
-
-    time: float
-    rank: int
-    kind: str
-    message: str
-    traceback: str
-    exit_code: int
-
-
-class report_errors:
-    """Around a worker's work: an exception is recorded for `launch`, which prints it, and the worker exits without a word.
-
-    It belongs inside whatever closes connections to the peers on the way out: they fail then too, and the earliest record
-    counts as the cause. Nested, the inner one records. Where `launch` did not start this process (torchrun, srun, a single
-    process) the exception goes its way. Exit codes: 2 for UsageError, 130 for KeyboardInterrupt, else 1.
-    """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        folder = os.environ.get(_ERROR_DIR)
-        if error is None or folder is None or isinstance(error, SystemExit):
-            return
-        code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        name = "UsageError" if isinstance(error, UsageError) else type(error).__name__
-        text = "".join(traceback.format_exception(error))
-        _write(Path(folder), Failure(time.time(), int(os.environ["RANK"]), name, str(error), text, code))
-        raise SystemExit(code) from None
-
-
 def launch(command: list[str], processes: int, threads: int) -> int:
     """Runs `command` in `processes` processes until all succeed or one fails; then ends the others. Returns the exit code.
 
@@ -102,8 +64,8 @@ def launch(command: list[str], processes: int, threads: int) -> int:
             if received:
                 print(f"moe-rl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
             return 128 + received[0] if received else 0
-        first = min([failure, *_recorded(folder)], key=lambda one: one.time)
-        _report(first, folder)
+        first = min([failure, *recorded(folder)], key=lambda one: one.time)
+        report(first, folder)
         return first.exit_code
 
 
@@ -114,12 +76,12 @@ def _start(workers: list[subprocess.Popen[bytes]], command: list[str], processes
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(threads),
-        _ERROR_DIR: str(folder),
+        ERROR_DIR: str(folder),
     }
     die_with_parent = _die_with_parent()
     for rank in range(processes):
         with contextlib.ExitStack() as stack:
-            output = None if rank == 0 else stack.enter_context(_output(folder, rank).open("wb"))
+            output = None if rank == 0 else stack.enter_context(log_file(folder, rank).open("wb"))
             workers.append(
                 subprocess.Popen(
                     command,
@@ -141,25 +103,15 @@ def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[
         if any(folder.glob("rank_*.json")) or any(worker.poll() for worker in workers):
             # Poll again: whatever made a rank speak or die had happened by now.
             codes = [worker.poll() for worker in workers]
-            failures = _recorded(folder)
+            failures = recorded(folder)
             spoken = {failure.rank for failure in failures}
-            failures += [_wordless(rank, code, looked) for rank, code in enumerate(codes) if code and rank not in spoken]
+            failures += [wordless(rank, code, looked) for rank, code in enumerate(codes) if code and rank not in spoken]
             return min(failures, key=lambda one: one.time)
         if all(worker.returncode == 0 for worker in workers):
             return None
         looked = looking
         time.sleep(_POLL_SECONDS)
     return None
-
-
-def _wordless(rank: int, code: int, looked: float) -> Failure:
-    """A rank that left no word. It died at some time after the last look, so what its peers recorded since then followed
-    from its death; but an abort may itself follow from a peer's error: for that, the latest possible time."""
-    if code > 0:
-        return Failure(looked, rank, "exited", f"with code {code}", "", code)
-    name = signal.Signals(-code).name
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return Failure(time.time() if name == "SIGABRT" else looked, rank, "killed", f"by signal {name}{hint}", "", 128 - code)
 
 
 def _end(workers: list[subprocess.Popen[bytes]], received: list[int]) -> None:
@@ -219,32 +171,3 @@ def _free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-def _write(folder: Path, failure: Failure) -> None:
-    part = folder / f"rank_{failure.rank}.part"
-    part.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    part.replace(folder / f"rank_{failure.rank}.json")
-
-
-def _recorded(folder: Path) -> list[Failure]:
-    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank_*.json")]
-
-
-def _output(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank}.log"
-
-
-def _report(failure: Failure, folder: Path) -> None:
-    if failure.kind == "UsageError":
-        print(f"moe-rl: error: {' '.join(failure.message.split())}", file=sys.stderr)
-        return
-    output = _output(folder, failure.rank)
-    tail = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:] if output.exists() else []
-    if tail:
-        print(f"last lines of rank {failure.rank}:", *tail, sep="\n  ", file=sys.stderr)
-    if failure.traceback:
-        print(failure.traceback.rstrip(), file=sys.stderr)
-    print(
-        f"rank {failure.rank} failed first: {failure.kind}{':' if failure.traceback else ''} {failure.message}", file=sys.stderr
-    )
