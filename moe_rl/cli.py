@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from moe_rl.slurm import options as slurm_options
 from parallel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _parser() -> _Parser:
     command.add_argument("--like", metavar="DIR", type=Path, help="whose configuration and tokenizer (default: the origin's)")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all tensors (default: as in the checkpoint)")
     command.add_argument("--shard-gb", metavar="GB", type=_positive, default=5, help="size of a file (default 5)")
+    slurm_options.add(_add_command(commands, "slurm", slurm_options.DOES, slurm_options.EXAMPLES, _slurm))
     command = _add_command(commands, "drift", "how routing moved: tables from metrics and traces", _DRIFT_EXAMPLES, _drift)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     command.add_argument("--last", metavar="N", type=_positive, default=10, help="steps that are averaged (default 10)")
@@ -161,6 +163,12 @@ def _export(arguments: argparse.Namespace) -> int:
     from moe_rl.conversion import export_command
 
     return export_command(arguments.source, arguments.target, arguments.like, arguments.dtype, arguments.shard_gb)
+
+
+def _slurm(arguments: argparse.Namespace) -> int:
+    from moe_rl.slurm.command import slurm
+
+    return slurm(arguments, _preflight)
 
 
 def _drift(arguments: argparse.Namespace) -> int:

@@ -21,13 +21,14 @@ _FREE: dict[str, set[str] | None] = {
     "checkpoint": {"every", "keep"},
     "eval": None,
     "tracking": None,
+    "slurm": None,
     "rollout": {"max_batch"},
     "algorithm": {"microbatch_tokens", "reference_on_cpu"},
     "model": {"recompute", "logprob_chunk"},
     "drift": {"watch"},  # so that a run which an alarm has stopped can go on under milder rules
 }
 # Of those, what even a finished run may be called with again, only to show what it found
-_IRRELEVANT: dict[str, set[str] | None] = {"run": {"dir"}, "checkpoint": {"every", "keep"}, "tracking": None}
+_IRRELEVANT: dict[str, set[str] | None] = {"run": {"dir"}, "checkpoint": {"every", "keep"}, "tracking": None, "slurm": None}
 
 
 def make_room(config: RunConfig, resumable: bool) -> str | None:
