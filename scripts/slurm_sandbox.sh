@@ -30,7 +30,7 @@ start_munge() {
 }
 
 configure() {
-    # cred_expire: a requeued job starts again after 5 seconds instead of two minutes. KillWait: between SIGTERM and SIGKILL.
+    # cred_expire: a requeued job starts again a second later; at less than 5, after two minutes. KillWait: SIGTERM to SIGKILL.
     cat >"$folder/slurm.conf" <<CONF
 ClusterName=sandbox
 SlurmctldHost=localhost(127.0.0.1)
@@ -54,8 +54,8 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=2
-ReturnToService=2
+SchedulerParameters=sched_interval=1,bf_interval=1
+ReturnToService=1
 JobRequeue=1
 KillWait=5
 SlurmdParameters=config_overrides
