@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted, 1 anything else."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        parsed = _parser().parse_args(arguments)
+        parsed = _parse(arguments)
         return parsed.run(parsed)
     except UsageError as error:
         print(f"moe-rl: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -83,6 +83,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("moe-rl: stopped by SIGINT", file=sys.stderr)
         return 130
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Takes key=value behind an option too, where argparse expects no positional any more."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and ("overrides" not in parsed or any("=" not in one or one.startswith("-") for one in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
 
 
 def _parser() -> _Parser:

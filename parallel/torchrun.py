@@ -41,6 +41,8 @@ def conclude(ended: Mapping[int, tuple[int, float]], folder: Path) -> int:
 
     ended: of this node's failed ranks the exit code (negative: the signal) and when that was seen, in whole seconds.
     """
+    # torchrun ends what still runs by SIGTERM: that is never how it began
+    ended = {rank: how for rank, how in ended.items() if how[0] != -signal.SIGTERM} or ended
     if all(code == SAVED for code, _ in ended.values()):
         return SAVED
     spoken = {failure.rank for failure in recorded(folder)}

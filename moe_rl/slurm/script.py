@@ -146,9 +146,11 @@ def _rank(job: Job) -> list[str]:
 
 
 def _signal(job: Job) -> list[str]:
-    when = f"{job.section.signal_seconds} seconds before the time limit" if job.section.signal_seconds else "on request"
+    by_hand = "by `scancel --signal=USR1 --batch JOB`"
+    seconds = job.section.signal_seconds
+    when = f"{seconds} seconds before the time limit, or {by_hand}" if seconds else by_hand
     return [
-        f"# SIGUSR1 comes {when}, or by `scancel --signal=USR1 --batch JOB`. It is passed on: the run saves",
+        f"# SIGUSR1 comes {when}. It is passed on: the run saves",
         f"# at its next minibatch and ends with code {SAVED}. Of SIGTERM (preemption) Slurm tells the ranks itself.",
         "step= signalled=",
         """trap 'signalled=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1""",
