@@ -10,7 +10,7 @@ set -euo pipefail
 fail() { echo "slurm_sandbox: $*" >&2; exit 1; }
 
 running() { # PIDFILE PROGRAM: whether the process of that file is alive and is that program
-    [ -s "$1" ] && [ "$(ps -o comm= -p "$(cat "$1")" 2>/dev/null)" = "$2" ]
+    [ -s "$1" ] && [ "$(cat "/proc/$(cat "$1")/comm" 2>/dev/null)" = "$2" ]
 }
 
 stop() { # PIDFILE PROGRAM
