@@ -10,7 +10,7 @@ from moe_rl.slurm.config import SlurmSection
 from parallel.failures import SAVED
 
 _PLAIN = re.compile(r"[\w./:,%=@+\[\]&|()*#-]+")
-_WAIT_SECONDS = 60  # from the first rank that ends to the end of all
+_WAIT_SECONDS = 30  # from the first rank that ends to the end of all
 _PORTS = range(20000, 30000)  # below those that the kernel gives to outgoing connections
 
 

@@ -40,9 +40,9 @@ echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RES
 step= signalled=
 trap 'signalled=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
 
-# One task a rank. Not killed at the first failure, so that it can be told; 60 seconds later.
+# One task a rank. Not killed at the first failure, so that it can be told; 30 seconds later.
 srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 \
-    --kill-on-bad-exit=0 --wait=60 \
+    --kill-on-bad-exit=0 --wait=30 \
     bash -c "$rank" "$logs" \
     "$python" -P -m moe_rl.cli train "$settings" &
 step=$!

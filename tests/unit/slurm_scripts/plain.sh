@@ -38,9 +38,9 @@ echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RES
 step= signalled=
 trap 'signalled=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
 
-# One task a node, which starts its ranks. Not killed at the first failure, so that it can be told; 60 seconds later.
+# One task a node, which starts its ranks. Not killed at the first failure, so that it can be told; 30 seconds later.
 srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=8 \
-    --kill-on-bad-exit=0 --wait=60 \
+    --kill-on-bad-exit=0 --wait=30 \
     "$python" -P -m parallel.torchrun "$logs" \
     --nnodes=2 --nproc-per-node=1 --max-restarts=0 \
     --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$job" \

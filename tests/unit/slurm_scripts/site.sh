@@ -56,9 +56,9 @@ echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RES
 step= signalled=
 trap 'signalled=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
 
-# One task a node, which starts its ranks. Not killed at the first failure, so that it can be told; 60 seconds later.
+# One task a node, which starts its ranks. Not killed at the first failure, so that it can be told; 30 seconds later.
 srun --nodes=4 --ntasks-per-node=1 --cpus-per-task=64 \
-    --kill-on-bad-exit=0 --wait=60 \
+    --kill-on-bad-exit=0 --wait=30 \
     --cpu-bind=none \
     '--comment=a job' \
     "$python" -P -m parallel.torchrun "$logs" \
