@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.runs import Runs
-from tests.slurm.cluster import SETTINGS, Cluster, Job
+from tests.slurm.cluster import ROOT, SETTINGS, Cluster, Job
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
+# Whether a run ends with that code: until it does, a stand-in shows what the script makes of it.
+HEARS_SIGNALS = any("SAVED" in path.read_text() for path in (ROOT / "moe_rl").rglob("*.py") if path.parent.name != "slurm")
 LAYOUT = ("parallel.expert=2", "slurm.nodes=2")
 
 
@@ -129,6 +131,17 @@ def test_a_signal_saves_and_queues_the_job_again(awkward: Path, cluster: Cluster
     assert f"{awkward}/slurm/signalled/job_001.yaml" in text
     again = job.log.with_name(f"{job.number}-restart1")
     assert "done" in (again / "rank_1.log").read_text()
+
+
+@pytest.mark.skipif(not HEARS_SIGNALS, reason="the trainer does not hear signals: nothing in moe_rl ends with SAVED")
+def test_a_signalled_run_goes_on_to_the_same_end(runs: Runs, cluster: Cluster, alone: list[dict[str, float]]) -> None:
+    job = submit(runs, cluster, "signalled", *LAYOUT, "run.steps=4")
+    job.wait_for("step 1", lambda: steps_so_far(runs, "signalled") >= 1)
+    cluster.slurm("scancel", "--signal=USR1", "--batch", job.number)
+    shown = job.wait("COMPLETED")
+    assert shown["Restarts"] == "1"
+    assert "saved, and queued again" in job.text() and "continuing after step" in job.text()
+    assert runs.steps("signalled") == alone
 
 
 def test_cancelled_is_not_queued_again(awkward: Path, cluster: Cluster) -> None:
