@@ -157,8 +157,10 @@ def test_what_slurm_refuses_is_said_in_one_line(runs: Runs, cluster: Cluster) ->
     done = cluster.moe_rl(runs.folder, "slurm", "run.yaml", *runs.shared, "slurm.partition=nowhere", "--submit")
     assert done.returncode == 2 and done.stdout == ""
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
-    assert line.startswith("moe-rl: error: sbatch refused slurm/run/job_001.sh: ")
-    assert "invalid partition specified: nowhere" in line
+    assert line == (
+        "moe-rl: error: sbatch refused slurm/run/job_001.sh: invalid partition specified: nowhere; "
+        "Batch job submission failed: Invalid partition name specified"
+    )
 
 
 def test_the_settings_are_those_that_were_checked(runs: Runs, cluster: Cluster) -> None:
