@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_rl import examples
 from moe_rl.plan import options as plan_options
+from moe_rl.slurm import options as slurm_options
 from parallel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted, 1 anything else."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        parsed = _parser().parse_args(arguments)
+        parsed = _parse(arguments)
         return parsed.run(parsed)
     except UsageError as error:
         print(f"moe-rl: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -52,6 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("moe-rl: stopped by SIGINT", file=sys.stderr)
         return 130
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Takes key=value behind an option too, where argparse expects no positional any more."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and ("overrides" not in parsed or any("=" not in one or one.startswith("-") for one in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
 
 
 def _parser() -> _Parser:
@@ -81,6 +93,7 @@ def _parser() -> _Parser:
     command.add_argument("--like", metavar="DIR", type=Path, help="whose configuration and tokenizer (default: the origin's)")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all tensors (default: as in the checkpoint)")
     command.add_argument("--shard-gb", metavar="GB", type=_positive, default=5, help="size of a file (default 5)")
+    slurm_options.add(_add_command(commands, "slurm", slurm_options.DOES, slurm_options.EXAMPLES, _slurm))
     command = _add_command(commands, "drift", "how routing moved: tables from metrics and traces", examples.DRIFT, _drift)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     command.add_argument("--last", metavar="N", type=_positive, default=10, help="steps that are averaged (default 10)")
@@ -135,6 +148,12 @@ def _export(arguments: argparse.Namespace) -> int:
     return export_command(arguments.source, arguments.target, arguments.like, arguments.dtype, arguments.shard_gb)
 
 
+def _slurm(arguments: argparse.Namespace) -> int:
+    from moe_rl.slurm.command import slurm
+
+    return slurm(arguments, lambda settings, command: _preflight(settings, command, launched=False))
+
+
 def _drift(arguments: argparse.Namespace) -> int:
     from moe_rl.drift.command import drift
 
@@ -173,7 +192,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _start(arguments: argparse.Namespace, saves: bool) -> int:
     """Everything a person can get wrong is looked at before a process or torch starts."""
     from moe_rl import config
-    from parallel.launch import launch, launched_world, report_errors
+    from parallel.failures import report_errors
+    from parallel.launch import launch, launched_world
 
     world = launched_world(os.environ)
     try:

@@ -24,6 +24,7 @@ from moe_rl.eval_config import EvalSection
 from moe_rl.rollouts.config import RolloutSection
 from moe_rl.section import Section
 from moe_rl.shaping_config import ShapingSection
+from moe_rl.slurm.config import SlurmSection
 from moe_rl.task_config import TaskSection
 from parallel.config import ParallelConfig
 from parallel.errors import UsageError
@@ -136,6 +137,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
+    slurm: SlurmSection = SlurmSection()
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:

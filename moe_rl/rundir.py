@@ -24,6 +24,7 @@ _FREE: dict[str, set[str] | None] = {
     "checkpoint": _KEPT,
     "eval": None,
     "tracking": None,
+    "slurm": None,
     "rollout": {"max_batch"},
     "algorithm": {"microbatch_tokens", "reference_on_cpu"},
     "model": {"recompute", "logprob_chunk"},
@@ -31,7 +32,7 @@ _FREE: dict[str, set[str] | None] = {
 }
 _FREE_IN_SFT: dict[str, set[str] | None] = {"sft": {"steps"}}
 # Of those, what even a finished run may be called with again, only to show what it found
-_IRRELEVANT: dict[str, set[str] | None] = {"run": {"dir"}, "checkpoint": _KEPT, "tracking": None}
+_IRRELEVANT: dict[str, set[str] | None] = {"run": {"dir"}, "checkpoint": _KEPT, "tracking": None, "slurm": None}
 
 
 def make_room(config: RunConfig, phase: Phase | None) -> str | None:

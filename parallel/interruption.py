@@ -9,7 +9,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel.launch import SAVED_EXIT_CODE, SAVING_SIGNALS
+from parallel.failures import SAVED
+from parallel.launch import SAVING_SIGNALS
 
 
 class Interruption:
@@ -41,4 +42,4 @@ class Interruption:
 
 def end_after_saving() -> NoReturn:
     """Ends this rank with the exit code that says: what there is was saved, and the same command goes on from there."""
-    raise SystemExit(SAVED_EXIT_CODE)
+    raise SystemExit(SAVED)

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import json
 import math
 import os
 import random
@@ -12,21 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
-from parallel.errors import UsageError
+from parallel.failures import ERROR_DIR, SAVED, Failure, log_file, recorded, report, wordless
 
-_ERROR_DIR = "MOE_RL_ERROR_DIR"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
 SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # workers that listen save at the next good moment, and end
-SAVED_EXIT_CODE = 75  # of a run that did: EX_TEMPFAIL of sysexits.h, "try again"
 _SAVED = "saved"
-_TAIL_LINES = 20
 _PR_SET_PDEATHSIG = 1
 _COLLECTED = (signal.SIGINT, signal.SIGHUP, *SAVING_SIGNALS)
 
@@ -53,46 +48,12 @@ def launched_world(env: Mapping[str, str]) -> World | None:
     return None
 
 
-@dataclass(frozen=True)
-class Failure:
-    """How a rank ended. `time`: seconds since the epoch; `traceback` is empty where the rank left no word."""
-
-    time: float
-    rank: int
-    kind: str
-    message: str
-    traceback: str
-    exit_code: int
-
-
-class report_errors:
-    """Around a worker's work: an exception is recorded for `launch`, which prints it, and the worker exits without a word.
-
-    It belongs inside whatever closes connections to the peers on the way out: they fail then too, and the earliest record
-    counts as the cause. Nested, the inner one records. Where `launch` did not start this process (torchrun, srun, a single
-    process) the exception goes its way. Exit codes: 2 for UsageError, 130 for KeyboardInterrupt, else 1.
-    """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        folder = os.environ.get(_ERROR_DIR)
-        if error is None or folder is None or isinstance(error, SystemExit):
-            return
-        code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        name = "UsageError" if isinstance(error, UsageError) else type(error).__name__
-        text = "".join(traceback.format_exception(error))
-        _write(Path(folder), Failure(time.time(), int(os.environ["RANK"]), name, str(error), text, code))
-        raise SystemExit(code) from None
-
-
 @contextlib.contextmanager
 def saving_signals_end() -> Iterator[None]:
     """Within the block SIGTERM and SIGUSR1 end this process with the code of a run that has saved: there is nothing new yet."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(SAVED_EXIT_CODE)
+        raise SystemExit(SAVED)
 
     before = {number: signal.signal(number, end) for number in SAVING_SIGNALS}
     try:
@@ -125,8 +86,8 @@ def launch(command: list[str], processes: int, threads: int, saving_seconds: flo
             return 128 + received[0] if received else 0
         if failure.kind == _SAVED:
             return failure.exit_code
-        first = min([failure, *_recorded(folder)], key=lambda one: one.time)
-        _report(first, folder)
+        first = min([failure, *recorded(folder)], key=lambda one: one.time)
+        report(first, folder)
         return first.exit_code
 
 
@@ -137,12 +98,12 @@ def _start(workers: list[subprocess.Popen[bytes]], command: list[str], processes
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(threads),
-        _ERROR_DIR: str(folder),
+        ERROR_DIR: str(folder),
     }
     die_with_parent = _die_with_parent()
     for rank in range(processes):
         with contextlib.ExitStack() as stack:
-            output = None if rank == 0 else stack.enter_context(_output(folder, rank).open("wb"))
+            output = None if rank == 0 else stack.enter_context(log_file(folder, rank).open("wb"))
             workers.append(
                 subprocess.Popen(
                     command,
@@ -171,31 +132,21 @@ def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[
             return None
         looking = time.time()
         codes = [worker.poll() for worker in workers]
-        if all(code == SAVED_EXIT_CODE for code in codes):
-            return Failure(looked, 0, _SAVED, "", "", SAVED_EXIT_CODE)
+        if all(code == SAVED for code in codes):
+            return Failure(looked, 0, _SAVED, "", "", SAVED)
         if handed_on and any(code == -received[0] for code in codes):  # it had not begun to listen: nothing is lost
-            return Failure(looked, 0, _SAVED, "", "", SAVED_EXIT_CODE)
-        if any(folder.glob("rank_*.json")) or any(code not in (None, 0, SAVED_EXIT_CODE) for code in codes):
+            return Failure(looked, 0, _SAVED, "", "", SAVED)
+        if any(folder.glob("rank_*.json")) or any(code not in (None, 0, SAVED) for code in codes):
             # Poll again: whatever made a rank speak or die had happened by now.
             codes = [worker.poll() for worker in workers]
-            failures = _recorded(folder)
+            failures = recorded(folder)
             spoken = {failure.rank for failure in failures}
-            failures += [_wordless(rank, code, looked) for rank, code in enumerate(codes) if code and rank not in spoken]
+            failures += [wordless(rank, code, looked) for rank, code in enumerate(codes) if code and rank not in spoken]
             return min(failures, key=lambda one: one.time)
         if all(worker.returncode == 0 for worker in workers):
             return None
         looked = looking
         time.sleep(_POLL_SECONDS)
-
-
-def _wordless(rank: int, code: int, looked: float) -> Failure:
-    """A rank that left no word. It died at some time after the last look, so what its peers recorded since then followed
-    from its death; but an abort may itself follow from a peer's error: for that, the latest possible time."""
-    if code > 0:
-        return Failure(looked, rank, "exited", f"with code {code}", "", code)
-    name = signal.Signals(-code).name
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return Failure(time.time() if name == "SIGABRT" else looked, rank, "killed", f"by signal {name}{hint}", "", 128 - code)
 
 
 def _end(workers: list[subprocess.Popen[bytes]], received: list[int]) -> None:
@@ -255,32 +206,3 @@ def _free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-def _write(folder: Path, failure: Failure) -> None:
-    part = folder / f"rank_{failure.rank}.part"
-    part.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    part.replace(folder / f"rank_{failure.rank}.json")
-
-
-def _recorded(folder: Path) -> list[Failure]:
-    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank_*.json")]
-
-
-def _output(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank}.log"
-
-
-def _report(failure: Failure, folder: Path) -> None:
-    if failure.kind == "UsageError":
-        print(f"moe-rl: error: {' '.join(failure.message.split())}", file=sys.stderr)
-        return
-    output = _output(folder, failure.rank)
-    tail = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:] if output.exists() else []
-    if tail:
-        print(f"last lines of rank {failure.rank}:", *tail, sep="\n  ", file=sys.stderr)
-    if failure.traceback:
-        print(failure.traceback.rstrip(), file=sys.stderr)
-    print(
-        f"rank {failure.rank} failed first: {failure.kind}{':' if failure.traceback else ''} {failure.message}", file=sys.stderr
-    )

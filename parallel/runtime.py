@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from parallel.cpu import let_megatron_run_without_cuda
 from parallel.errors import UsageError
-from parallel.launch import World, launched_world, report_errors
+from parallel.failures import report_errors
+from parallel.launch import World, launched_world
 
 
 @dataclass(frozen=True)

@@ -14,5 +14,10 @@ fi
 "$python" -m pyright
 "$root/.venv/bin/lint-imports"
 # A distributed test starts several processes of its own: those run one test at a time.
-"$python" -m pytest -n 2 -m "not distributed"
+"$python" -m pytest -n 2 -m "not distributed and not slurm"
 "$python" -m pytest -m distributed
+if command -v sbatch >/dev/null; then
+    "$python" -m pytest -m slurm
+else
+    echo "tests/slurm skipped: no Slurm here; as root: scripts/slurm_sandbox.sh install"
+fi

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config import RunConfig
-from parallel.launch import SAVED_EXIT_CODE
+from parallel.failures import SAVED
 from tests.distributed.ranks import place
 
 multiprocessing.set_forkserver_preload(["tests.distributed.imported"])
@@ -88,7 +88,7 @@ def _attempt(config: RunConfig, world: int, kill: Kill | None, command: str) -> 
         codes = [process.exitcode for process in processes]
         if not any(codes):
             return True
-        died = [code for code in codes if code in (-signal.SIGKILL, -signal.SIGVTALRM, SAVED_EXIT_CODE)]
+        died = [code for code in codes if code in (-signal.SIGKILL, -signal.SIGVTALRM, SAVED)]
         assert kill is not None and died, (codes, [(Path(folder) / f"{rank}.log").read_text()[-3000:] for rank in range(world)])
         return False
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = "import sys; from parallel.launch import launch; sys.exit(launch([sys.executable, sys.argv[1]], int(sys.argv[2]), 1))"
 WORKER = """import os, signal, sys, time
 from parallel.errors import UsageError
-from parallel.launch import report_errors
+from parallel.failures import report_errors
 rank = int(os.environ['RANK'])
 """
 
@@ -223,7 +223,7 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
 
 def test_outside_the_launcher_an_error_goes_its_way(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
-    script.write_text("from parallel.launch import report_errors\nwith report_errors():\n    raise ValueError('plain')\n")
+    script.write_text("from parallel.failures import report_errors\nwith report_errors():\n    raise ValueError('plain')\n")
     env = {name: value for name, value in os.environ.items() if name != "MOE_RL_ERROR_DIR"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1

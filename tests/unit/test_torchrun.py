@@ -1,0 +1,104 @@
+"""parallel.torchrun: the exit code and the word of whichever rank failed first, and signals that are the ranks' own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel.failures import Failure, recorded, wordless, write
+from parallel.torchrun import conclude
+
+ROOT = Path(__file__).parents[2]
+RANK = """import os, signal, sys, time
+from parallel.errors import UsageError
+from parallel.failures import report_errors
+rank = int(os.environ['RANK'])
+"""
+
+
+def start(folder: Path, body: str) -> subprocess.Popen[str]:
+    (folder / "rank.py").write_text(RANK + textwrap.dedent(body))
+    torchrun = [sys.executable, "-P", "-m", "parallel.torchrun", folder / "logs", "--standalone", "--nproc-per-node=2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*torchrun, "--max-restarts=0", folder / "rank.py"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        ("sys.exit(75)", 75, None),
+        ("print('fine')", 0, None),
+        (
+            """
+            with report_errors():
+                if rank == 1:
+                    raise ValueError("the cause")
+                time.sleep(30)
+            """,
+            1,
+            "rank 1 failed first: ValueError: the cause",
+        ),
+        ("with report_errors():\n    raise UsageError('run.steps=x: bad')", 2, "moe-rl: error: run.steps=x: bad"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank(tmp_path: Path, body: str, code: int, says: str | None) -> None:
+    out, err = (process := start(tmp_path, body)).communicate(timeout=120)
+    assert process.returncode == code, err
+    if says:
+        assert err.splitlines().count(says) == 1
+    assert ("failed first" in err) == bool(says and "first" in says)
+    assert out.count("fine") == 2 * ("fine" in body)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_signals_are_the_ranks_own(tmp_path: Path, number: signal.Signals) -> None:
+    """Slurm sends them to every process of a step; torchrun alone would end, or end its ranks."""
+    body = """
+    asked = []
+    for one in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(one, lambda number, frame: asked.append(number))
+    open(f"{rank}.pid.part", "w").write(str(os.getpid()))
+    os.rename(f"{rank}.pid.part", f"{rank}.pid")
+    while not asked:
+        time.sleep(0.05)
+    sys.exit(75)
+    """
+    process = start(tmp_path, f"os.chdir({str(tmp_path)!r})\n" + textwrap.dedent(body))
+    pids = [tmp_path / f"{rank}.pid" for rank in (0, 1)]
+    deadline = time.monotonic() + 120
+    while not all(path.exists() for path in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    time.sleep(1)
+    assert process.poll() is None
+    for path in pids:
+        os.kill(int(path.read_text()), number)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+def test_what_torchrun_ended_itself_is_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    assert conclude({0: (75, int(now)), 1: (-signal.SIGTERM, int(now))}, tmp_path) == 75
+    write(tmp_path, Failure(now, 0, "UsageError", "run.steps=x: bad", "a traceback", 2))
+    assert conclude({0: (2, int(now)), 1: (-signal.SIGTERM, int(now))}, tmp_path) == 2
+    assert capsys.readouterr().err == "moe-rl: error: run.steps=x: bad\n"
+
+
+def test_of_two_nodes_the_one_where_it_began_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 was killed; rank 0, on another node, then lost its connection and left word of that."""
+    now = time.time()
+    write(tmp_path, Failure(now, 0, "RuntimeError", "connection closed", "a traceback", 1))
+    write(tmp_path, wordless(1, -9, float(int(now) - 1)))
+    assert conclude({0: (1, int(now))}, tmp_path) == 1
+    assert capsys.readouterr().err == "ranks 0 ended after rank 1 had failed\n"
+    assert conclude({1: (-9, int(now) - 1)}, tmp_path) == 137
+    assert "rank 1 failed first: killed by signal SIGKILL (out of memory?)" in capsys.readouterr().err
+    assert len(recorded(tmp_path)) == 2
