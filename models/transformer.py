@@ -59,8 +59,8 @@ class Transformer(ABC):
         """A fresh optimizer for these weights."""
         optimizer = Optimizer(config, self.chunks, total_updates, self.megatron_config.params_dtype)
         # weakly: Megatron keeps configurations, and with a whole optimizer its process groups and their threads
-        scale = weakref.WeakMethod(optimizer.megatron.scale_loss)
-        self.megatron_config.grad_scale_func = lambda loss: scale()(loss)  # pyright: ignore[reportOptionalCall]
+        held = weakref.WeakMethod(optimizer.megatron.scale_loss)
+        self.megatron_config.grad_scale_func = lambda loss: scale(loss) if (scale := held()) else loss
         return optimizer
 
     def _run(

@@ -125,6 +125,11 @@ def test_of_the_ranks_of_a_node_one_speaks(folder: Path) -> None:
         assert done.stderr.count("\n") == lines
 
 
+def look_like_a_checkpoint(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    (directory / "metadata.json").touch()
+
+
 class Started:
     """Stands in for the trainer and for `launch`, and notes what they were called with."""
 
@@ -148,7 +153,7 @@ class Started:
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
 def test_one_process_runs_here(folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     started = Started(monkeypatch)
-    (folder / "runs/one/checkpoints/step_000001").mkdir(parents=True)  # for eval to look at
+    look_like_a_checkpoint(folder / "runs/one/checkpoints/step_000001")  # for eval to look at
     assert cli.main([command, "one.yaml", "run.steps=3"]) == 0
     assert [(name, config.run.steps) for name, config in started.ran] == [(command, 3)]
     assert not started.launched
@@ -160,8 +165,9 @@ def test_several_processes_are_started(
 ) -> None:
     started = Started(monkeypatch)
     assert cli.main(["train", "one.yaml", *overrides]) == 7
-    (command, count, threads), *more = started.launched
+    (command, count, threads, saving_seconds), *more = started.launched
     assert (count, threads, more, started.ran) == (processes, 3 if "run.threads=3" in overrides else 1, [], [])
+    assert saving_seconds == 300
     assert command == [sys.executable, "-P", "-m", "moe_rl.cli", "train", "one.yaml", *overrides]
 
 
@@ -188,7 +194,7 @@ def test_only_eval_does_without_problems_to_train_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = Started(monkeypatch)
-    (folder / "runs/one/checkpoints/step_000001").mkdir(parents=True)
+    look_like_a_checkpoint(folder / "runs/one/checkpoints/step_000001")
     (folder / "test.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     settings = ["one.yaml", "task.name=jsonl", "task.eval_path=test.jsonl"]
     assert cli.main(["eval", *settings]) == 0

@@ -86,7 +86,7 @@ def test_every_example_is_one_the_command_line_takes(monkeypatch: pytest.MonkeyP
         (tmp_path / "runs" / name / "checkpoints" / "step_000300").mkdir(parents=True)
     started: list[list[str]] = []
     monkeypatch.setattr(cli, "_entry", lambda command: lambda config: started.append([command]))
-    monkeypatch.setattr("parallel.launch.launch", lambda command, processes, threads: bool(started.append(command)))
+    monkeypatch.setattr("parallel.launch.launch", lambda command, *_: bool(started.append(command)))
     commands = re.findall(r"^moe-rl +((?:train|sft|eval) +configs/[^#\n]*)", text, re.MULTILINE)
     assert len(commands) >= 8
     for line in commands:
