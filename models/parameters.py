@@ -140,8 +140,9 @@ def _attention(model: ModelConfig, split: Split) -> Iterator[Weight]:
         yield Weight("attention", model.hidden)  # added after the sum over tensor ranks: whole on each
     if model.qk_norm:
         spans = model.qk_norm_span == "all"
-        yield Weight("norms", model.head_dim * (heads if spans else 1))
-        yield Weight("norms", model.head_dim * (kv_heads if spans else 1))
+        # one over all heads is whole on every tensor rank
+        yield Weight("norms", model.head_dim * (model.heads if spans else 1))
+        yield Weight("norms", model.head_dim * (model.kv_heads if spans else 1))
     if model.attention_sinks:
         yield Weight("attention", heads)
 

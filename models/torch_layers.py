@@ -86,6 +86,7 @@ class LatentAttention(MLASelfAttention):
         queries, keys = super()._qkv_down_projection(hidden_states)
         if self.pg_collection.tp.size() > 1 and keys.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
             keys = scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(keys))
+            keys = keys.clone()  # else the backward pass would keep what was gathered, of which this is a part
         return queries, keys
 
 

@@ -1,5 +1,6 @@
 """The MoE transformer of one rank, assembled, and passes through it. What is made of its hidden states is a subclass's."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,7 +58,9 @@ class Transformer(ABC):
     def optimizer(self, config: OptimizerConfig, total_updates: int) -> Optimizer:
         """A fresh optimizer for these weights."""
         optimizer = Optimizer(config, self.chunks, total_updates, self.megatron_config.params_dtype)
-        self.megatron_config.grad_scale_func = optimizer.megatron.scale_loss
+        # weakly: Megatron keeps configurations, and with a whole optimizer its process groups and their threads
+        scale = weakref.WeakMethod(optimizer.megatron.scale_loss)
+        self.megatron_config.grad_scale_func = lambda loss: scale()(loss)  # pyright: ignore[reportOptionalCall]
         return optimizer
 
     def _run(

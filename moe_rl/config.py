@@ -150,7 +150,8 @@ class RunConfig(Section):
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             )
         if self.algorithm.router_shift and not self.model.moe_layers:
-            raise ValueError("algorithm.router_shift=true: model.dense_layers leaves no layer that routes; leave it out")
+            cause = "model.dense_layers" if self.model.experts else "model.experts=0"
+            raise ValueError(f"algorithm.router_shift=true: {cause} leaves no layer that routes; leave it out")
         if self.model.router_fusion and (reason := self._asks_of_routers()):
             raise ValueError(
                 f"model.router_fusion=true: the fused router chooses by itself and shows nothing, so {reason} would do "

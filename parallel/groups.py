@@ -1,6 +1,7 @@
 """Builds the process groups and answers where this rank stands in them. The only caller of megatron.core.parallel_state."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,7 @@ def process_groups(parallel: ParallelConfig) -> Iterator[Groups]:
         yield groups
     finally:
         state.destroy_model_parallel()
+        gc.collect()  # a model is full of cycles, and as long as it lives its groups keep connections and threads
 
 
 def _axis(group: Any) -> Axis:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from models.convert.shapes import Shape
 
-_BLOCK = 1 << 26  # bytes of a tensor that are in memory at once
+_BLOCK = 1 << 24  # bytes of a tensor that are in memory at once
 
 
 def row_blocks(shape: Shape, dtype: torch.dtype) -> Iterator[slice]:
-    """Slices of the first dimension, each of about 64 MB, or of one row."""
+    """Slices of the first dimension, each of about 16 MB, or of one row."""
     row = math.prod(shape[1:]) * dtype.itemsize
     height = max(1, _BLOCK // max(row, 1))
     for start in range(0, shape[0], height):

@@ -65,8 +65,10 @@ def describe(directory: Path, key: str = "model.path") -> Description:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UsageError(f"{key}={directory}: model_type={kind}: cannot be converted; must be one of {', '.join(FAMILIES)}")
     from transformers import AutoConfig
+    from transformers.utils import logging
 
-    family = FAMILIES[kind]
+    family, verbosity = FAMILIES[kind], logging.get_verbosity()
+    logging.set_verbosity_error()  # what it has to say of ids and factors, every rank would say
     try:
         hf = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         values = {**common(hf), **family.values(hf)}
@@ -75,6 +77,8 @@ def describe(directory: Path, key: str = "model.path") -> Description:
     except _MALFORMED as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"{key}={directory}: config.json cannot be read: {type(error).__name__}: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     return Description(directory, key, hf, family, values)
 
 

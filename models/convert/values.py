@@ -74,7 +74,7 @@ def softmax_router(normalised: bool) -> Values:
 def sigmoid_router(hf: Any) -> Values:
     """DeepSeek-V3's: a bias chooses, groups of experts compete by their two best (arXiv 2412.19437, section 2.1.2)."""
     values: Values = {"router_score": "sigmoid", "expert_bias": True, "router_normalize": bool(hf.norm_topk_prob)}
-    if hf.n_group > 1:
+    if (hf.n_group or 1) > 1:
         values |= {"router_groups": hf.n_group, "router_group_topk": hf.topk_group, "router_group_best": 2}
     return values
 

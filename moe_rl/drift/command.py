@@ -63,6 +63,9 @@ def heading(run: Run) -> Iterator[str]:
 
 def missing(run: Run) -> Iterator[str]:
     """One line: what the run does not hold, and the settings that record it. None where nothing is missing."""
+    if run.setting("model.experts") == 0:
+        yield f"{run.name} has a dense model: no layer routes, so there is no drift to show"
+        return
     by_setting: dict[str, list[str]] = {}
     if not run.history.lines:
         by_setting["`moe-rl train` writes metrics.jsonl"] = ["drift over the steps", "alarms"]

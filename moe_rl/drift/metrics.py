@@ -93,20 +93,24 @@ def gate_shift(
 
 
 def margin(
-    scores: Float[Tensor, "T L E"], routes: Integer[Tensor, "T L K"], groups: int | None = None, group_topk: int | None = None
+    scores: Float[Tensor, "T L E"],
+    routes: Integer[Tensor, "T L K"],
+    groups: int | None = None,
+    group_topk: int | None = None,
+    group_best: int | None = None,
 ) -> Float[Tensor, "T L"]:
     """k-th minus (k+1)-th selection score: how far the choice is from a tie. Infinite where K = E.
 
-    groups, group_topk: of group-limited routing; the (k+1)-th is then the best of the rest of the groups in reach, which need
-    not all hold a chosen expert.
+    groups, group_topk, group_best: of group-limited routing, as in ModelConfig; the (k+1)-th is then the best of the rest of
+    the groups in reach, which need not all hold a chosen expert.
     """
     places = routes.long()
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, places, True)
     rest = scores.masked_fill(chosen, -math.inf)
     if groups is not None and group_topk is not None:
-        # a group counts as the sum of its best topk / group_topk; one that holds a chosen expert was in reach (ties)
+        # one that holds a chosen expert was in reach (ties)
         by_group = scores.unflatten(-1, (groups, -1))
-        strength = by_group.topk(places.shape[-1] // group_topk, dim=-1).values.sum(-1)
+        strength = by_group.topk(group_best or places.shape[-1] // group_topk, dim=-1).values.sum(-1)
         strength = strength.masked_fill(chosen.unflatten(-1, (groups, -1)).any(-1), math.inf)
         within = strength.topk(group_topk, dim=-1).indices
         reach = torch.zeros_like(strength, dtype=torch.bool).scatter(-1, within, True)

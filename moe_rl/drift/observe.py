@@ -74,7 +74,8 @@ class RouteObserver:
         scores = torch.stack([log.scores[layer] for layer in layers], dim=1)
         bias = torch.stack([log.bias[layer] for layer in layers]) if log.bias else None
         gates = gate_log_distribution(scores, self.kind, bias)
-        margins = margin(scores, live[stream.observe], config.router_groups, config.router_group_topk)
+        limits = config.router_groups, config.router_group_topk, config.router_group_best
+        margins = margin(scores, live[stream.observe], *limits)
         return PassRecord(choice, live, gates, margins)
 
     def compare(self, pairs: Sequence[Compared], view: str | None = None) -> DriftSums:

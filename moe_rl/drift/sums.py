@@ -136,12 +136,13 @@ def to_metrics(
     flip_rate, of used and of local routes, have the suffix /minibatch_i. layers: the global layer number of each of the L
     entries (dense layers leave gaps). view: whose tokens or routes, where not response tokens and the routes used.
     Each quantity has a key a layer, a mean over layers and the worst layer; a layer without tokens has none and is not in the
-    mean. drift/load/... describes the new routes, and is given for the update's plain view alone.
+    mean. Without layers (a dense model) there are none at all. drift/load/... describes the new routes, and is given for the
+    update's plain view alone.
     """
     if any(sums.layers.shape[1] != len(layers) for sums in minibatches):
         held = [sums.layers.shape[1] for sums in minibatches]
         raise ValueError(f"layers {tuple(layers)}: must name every one of {held} layers")
-    if not minibatches:
+    if not minibatches or not layers:
         return {}
     total = DriftSums.zeros(len(layers), minibatches[0].load.shape[1], minibatches[0].load.device)
     for sums in minibatches:

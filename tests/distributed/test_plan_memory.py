@@ -123,7 +123,7 @@ def test_keys_and_values_of_a_generation(layout: dict[str, Any]) -> None:
         (dict(pipeline=2), {}, 0),
         (dict(tensor=2, expert=2), dict(dtype="bfloat16"), 2e-4),
         (dict(tensor=2), dict(shared_ffn=40, dense_layers=[0]), 0.05),
-        (dict(tensor=2), LATENT | dict(q_lora_rank=20, v_head_dim=24), 0.01),
+        (dict(tensor=2), LATENT | dict(q_lora_rank=20, v_head_dim=24), 0.012),
         (dict(expert_tensor=2, dispatcher="allgather"), {}, 0.01),
     ],
     ids=str,

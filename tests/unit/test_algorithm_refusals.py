@@ -142,6 +142,11 @@ def test_what_is_refused_is_what_the_papers_say(file: Path) -> None:
             ["algorithm.router_shift=true", "model.dense_layers=[0,1,2,3]"],
             "algorithm.router_shift=true: model.dense_layers leaves no layer that routes; leave it out",
         ),
+        (
+            "gmpo",
+            ["algorithm.router_shift=true", "model.experts=0", "model.topk=0", "model.moe_ffn=0"],
+            "algorithm.router_shift=true: model.experts=0 leaves no layer that routes; leave it out",
+        ),
         ("gspo_tokens", [], "algorithm.name=gspo_tokens: must be .*; did you mean gspo_token?"),
     ],
 )

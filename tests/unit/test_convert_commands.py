@@ -1,4 +1,4 @@
-"""`moe-rl import` and `moe-rl export` through the command line: to the bit and back. What they refuse: test_convert_refusals."""
+"""`moe-rl import` and `moe-rl export` through the command line: there and back, to the bit."""
 
 import json
 import os
@@ -32,14 +32,12 @@ def tensors(directory: Path) -> Tensors:
 def same(ours: Tensors, theirs: Tensors) -> bool:
     """Names, types, shapes and bytes."""
     assert ours.keys() == theirs.keys()
-    return all(
-        ours[name].dtype == theirs[name].dtype and ours[name].shape == theirs[name].shape and same_bytes(ours[name], theirs[name])
-        for name in ours
-    )
+    return all(_same(ours[name], theirs[name]) for name in ours)
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def _same(one: Tensor, other: Tensor) -> bool:
+    as_bytes = [tensor.contiguous().view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 
 
 def config(directory: Path) -> dict[str, Any]:
@@ -184,7 +182,10 @@ def test_layers_for_multi_token_prediction_are_left_out_and_said(tmp_path: Path,
     make("deepseek_v3", tmp_path / "hf", num_hidden_layers=2)
     whole = tensors(tmp_path / "hf")
     more = {name.replace("layers.1.", "layers.2."): value.clone() for name, value in whole.items() if "layers.1." in name}
-    more |= {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.shared_head.head.weight": torch.ones(131, 64)}
+    more |= {
+        "model.layers.2.eh_proj.weight": torch.ones(64, 128),
+        "model.layers.2.shared_head.head.weight": torch.ones(131, 64),
+    }
     rewrite(tmp_path / "hf", lambda found: found | more)
     back = there_and_back(tmp_path / "hf", tmp_path)
     assert f" and {len(more) - 1} more\n" in capsys.readouterr().out

@@ -107,6 +107,8 @@ def test_margin_looks_at_every_group_in_reach_also_at_one_without_a_chosen_exper
     scores = torch.tensor([[[0.875, 0.75, 0.4375, 0.375, 0.5, 0.25, 0.0, 0.0]]])
     assert margin(scores, torch.tensor([[[0, 1]]]), groups=4, group_topk=2).item() == 0.25
     assert margin(scores, torch.tensor([[[0, 1]]]), groups=4, group_topk=1).item() == math.inf  # one group, used up
+    # by the sum of their two best, {2,3} is before {4,5}
+    assert margin(scores, torch.tensor([[[0, 1]]]), groups=4, group_topk=2, group_best=2).item() == 0.75 - 0.4375
 
 
 def test_every_token_and_layer_has_its_own() -> None:
