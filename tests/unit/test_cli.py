@@ -149,6 +149,7 @@ class Started:
 def test_one_process_runs_here(folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     started = Started(monkeypatch)
     (folder / "runs/one/checkpoints/step_000001").mkdir(parents=True)  # for eval to look at
+    (folder / "runs/one/checkpoints/step_000001/metadata.json").touch()
     assert cli.main([command, "one.yaml", "run.steps=3"]) == 0
     assert [(name, config.run.steps) for name, config in started.ran] == [(command, 3)]
     assert not started.launched
@@ -189,6 +190,7 @@ def test_only_eval_does_without_problems_to_train_on(
 ) -> None:
     started = Started(monkeypatch)
     (folder / "runs/one/checkpoints/step_000001").mkdir(parents=True)
+    (folder / "runs/one/checkpoints/step_000001/metadata.json").touch()
     (folder / "test.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     settings = ["one.yaml", "task.name=jsonl", "task.eval_path=test.jsonl"]
     assert cli.main(["eval", *settings]) == 0
