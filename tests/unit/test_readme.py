@@ -83,7 +83,9 @@ def test_every_example_is_one_the_command_line_takes(monkeypatch: pytest.MonkeyP
     (tmp_path / "my_rewards.py").write_text(rewards)
     (tmp_path / "configs").symlink_to(README.parent / "configs")
     for name in ("warm", "rl"):
-        (tmp_path / "runs" / name / "checkpoints" / "step_000300").mkdir(parents=True)
+        saved = tmp_path / "runs" / name / "checkpoints" / "step_000300"
+        saved.mkdir(parents=True)
+        (saved / "metadata.json").touch()
     started: list[list[str]] = []
     monkeypatch.setattr(cli, "_entry", lambda command: lambda config: started.append([command]))
     monkeypatch.setattr("parallel.launch.launch", lambda command, *_: bool(started.append(command)))
