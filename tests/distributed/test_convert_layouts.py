@@ -59,7 +59,7 @@ def trained(runtime: Runtime, source: Path, layout: dict[str, Any], folder: Path
 @pytest.mark.parametrize(("family", "world", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_what_is_exported_is_what_was_computed(family: str, world: int, layout: dict[str, Any], tmp_path: Path) -> None:
     """As loaded, to the bit; after an update, transformers scores as the trainer. 260 words: four ranks have 80 rows each."""
-    kv_heads = {} if family == "deepseek_v3" else {"num_key_value_heads": 4}
+    kv_heads: dict[str, Any] = {} if family == "deepseek_v3" else {"num_key_value_heads": 4}
     make(family, tmp_path / "hf", vocab_size=260, **kv_heads)
     ByteTokenizer().save(tmp_path / "hf")
     scores = run_on_ranks(trained, world, tmp_path / "hf", layout, tmp_path / "run")
