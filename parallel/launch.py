@@ -26,6 +26,7 @@ _GRACE_SECONDS = 3.0
 SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # workers that listen save at the next good moment, and end
 SAVED_EXIT_CODE = 75  # of a run that did: EX_TEMPFAIL of sysexits.h, "try again"
 _SAVED = "saved"
+HANG = "hang"  # a kind of failure
 _TAIL_LINES = 20
 _PR_SET_PDEATHSIG = 1
 _COLLECTED = (signal.SIGINT, signal.SIGHUP, *SAVING_SIGNALS)
@@ -77,14 +78,21 @@ class report_errors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        folder = os.environ.get(_ERROR_DIR)
-        if error is None or folder is None or isinstance(error, SystemExit):
+        if error is None or isinstance(error, SystemExit):
             return
         code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         name = "UsageError" if isinstance(error, UsageError) else type(error).__name__
         text = "".join(traceback.format_exception(error))
-        _write(Path(folder), Failure(time.time(), int(os.environ["RANK"]), name, str(error), text, code))
-        raise SystemExit(code) from None
+        if leave_word(Failure(time.time(), int(os.environ.get("RANK", "0")), name, str(error), text, code)):
+            raise SystemExit(code) from None
+
+
+def leave_word(failure: Failure) -> bool:
+    """Records how this rank ends for whoever started it; False where nobody will read it."""
+    folder = os.environ.get(_ERROR_DIR)
+    if folder is not None:
+        _write(Path(folder), failure)
+    return folder is not None
 
 
 @contextlib.contextmanager
@@ -125,7 +133,7 @@ def launch(command: list[str], processes: int, threads: int, saving_seconds: flo
             return 128 + received[0] if received else 0
         if failure.kind == _SAVED:
             return failure.exit_code
-        first = min([failure, *_recorded(folder)], key=lambda one: one.time)
+        first = min([failure, *recorded(folder)], key=lambda one: one.time)
         _report(first, folder)
         return first.exit_code
 
@@ -178,7 +186,7 @@ def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[
         if any(folder.glob("rank_*.json")) or any(code not in (None, 0, SAVED_EXIT_CODE) for code in codes):
             # Poll again: whatever made a rank speak or die had happened by now.
             codes = [worker.poll() for worker in workers]
-            failures = _recorded(folder)
+            failures = recorded(folder)
             spoken = {failure.rank for failure in failures}
             failures += [_wordless(rank, code, looked) for rank, code in enumerate(codes) if code and rank not in spoken]
             return min(failures, key=lambda one: one.time)
@@ -263,7 +271,8 @@ def _write(folder: Path, failure: Failure) -> None:
     part.replace(folder / f"rank_{failure.rank}.json")
 
 
-def _recorded(folder: Path) -> list[Failure]:
+def recorded(folder: Path) -> list[Failure]:
+    """What failed ranks have written so far."""
     return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank_*.json")]
 
 
@@ -282,5 +291,6 @@ def _report(failure: Failure, folder: Path) -> None:
     if failure.traceback:
         print(failure.traceback.rstrip(), file=sys.stderr)
     print(
-        f"rank {failure.rank} failed first: {failure.kind}{':' if failure.traceback else ''} {failure.message}", file=sys.stderr
+        f"rank {failure.rank} failed first: {failure.kind}{':' if failure.traceback or failure.kind == HANG else ''} {failure.message}",
+        file=sys.stderr,
     )

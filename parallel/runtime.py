@@ -70,6 +70,14 @@ def started(seed: int, threads: int, timeout_seconds: float, rendezvous: Path | 
         dist.destroy_process_group()
 
 
+def side_store(prefix: str, timeout: timedelta) -> dist.Store:
+    """The store at which the ranks met, over a connection of its own and under names of its own."""
+    default = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(prefix, default.clone())  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(timeout)
+    return store
+
+
 def _seed(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
