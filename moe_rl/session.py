@@ -22,6 +22,7 @@ from moe_rl.types import Sampling
 from parallel import runtime
 from parallel.errors import UsageError
 from parallel.groups import Groups, process_groups
+from parallel.preflight import preflight
 from parallel.runtime import Runtime
 from parallel.watchdog import Watchdog
 
@@ -92,6 +93,7 @@ def opened(
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(process_groups(config.parallel))
             directory = config.directory / EVALUATIONS if evaluates else config.directory
+            warnings = preflight(groups, here)[1] if run.preflight and here.world_size > 1 else []
             watchdog = Watchdog(run.hang_seconds, directory, here)
             stack.enter_context(watchdog.watching())
             task, tokenizer = build_task(config.task, trains=not evaluates), build_tokenizer(config.model.tokenizer)
@@ -106,7 +108,7 @@ def opened(
             dist.barrier()  # nobody looks for checkpoints before
             engine = EmbeddedEngine(model, config.rollout.max_batch, tokenizer.decode, watchdog.progress)
             session = Session(config, here, groups, model, task, tokenizer, engine, tracker, watchdog.progress)
-            for note in session.encoder.notes():
+            for note in [*warnings, *session.encoder.notes()]:
                 session.say(f"note: {note}")
             with _one_line_on_a_full_disk(config):
                 yield session

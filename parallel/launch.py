@@ -290,7 +290,5 @@ def _report(failure: Failure, folder: Path) -> None:
         print(f"last lines of rank {failure.rank}:", *tail, sep="\n  ", file=sys.stderr)
     if failure.traceback:
         print(failure.traceback.rstrip(), file=sys.stderr)
-    print(
-        f"rank {failure.rank} failed first: {failure.kind}{':' if failure.traceback or failure.kind == HANG else ''} {failure.message}",
-        file=sys.stderr,
-    )
+    colon = ":" if failure.traceback or failure.kind == HANG else ""
+    print(f"rank {failure.rank} failed first: {failure.kind}{colon} {failure.message}", file=sys.stderr)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from parallel.cpu import let_megatron_run_without_cuda
 from parallel.errors import UsageError
 from parallel.launch import World, launched_world, report_errors
+from parallel.meeting import MEETING_SECONDS, met
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,8 @@ def started(seed: int, threads: int, timeout_seconds: float, rendezvous: Path | 
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        # file://: a meeting place for tests that needs no port
-        method = "env://" if rendezvous is None else rendezvous.absolute().as_uri()
-        dist.init_process_group(backend, init_method=method, rank=world.rank, world_size=world.size, timeout=timeout)
+        store = met(world, min(timeout_seconds, MEETING_SECONDS), rendezvous)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     try:
         # inside: the peers' connections break when the group is destroyed, and the cause must be on record before
         with report_errors():

@@ -83,7 +83,7 @@ class Watchdog:
                 self._end(store)
 
     def _end(self, store: dist.Store) -> NoReturn:
-        waits, place = _main_thread()
+        waits, place = main_thread()
         text = f"{self._phase}: {'waits for others in' if waits else 'in'} {place}"
         self._write_stacks(f"{text}; no progress here for {time.monotonic() - self._since:.0f} s")
         known = {self._here.rank: (waits, text)}
@@ -140,7 +140,7 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def _main_thread() -> tuple[bool, str]:
+def main_thread() -> tuple[bool, str]:
     """Whether the main thread is inside torch.distributed, and the innermost function of it that is not torch's."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
     inner = len(frames) - 1

@@ -110,9 +110,9 @@ def test_a_rank_whose_interpreter_is_held_is_named_by_the_others(tmp_path: Path)
 
 
 def wait_until_resumed(rank: int, watchdog: Watchdog) -> None:
-    place = Path(os.environ["MOE_RL_ERROR_DIR"])
-    (place / f"{rank}.waiting").touch()
-    while not (place / "resumed").exists():
+    folder = Path(os.environ["MOE_RL_ERROR_DIR"])
+    (folder / f"{rank}.waiting").touch()
+    while not (folder / "resumed").exists():
         time.sleep(0.05)
     dist.barrier()
 
