@@ -88,7 +88,15 @@ class report_errors:
 
 
 def leave_word(failure: Failure) -> bool:
-    """Records how this rank ends for whoever started it; False where nobody will read it."""
+    """Records how this rank ends for whoever started it; False where `launch` did not and nobody is sure to show it.
+
+    Torchrun shows in its summary what it finds in a file that it names.
+    """
+    if (summary := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        extra = {"py_callstack": failure.traceback, "timestamp": str(int(failure.time))}
+        message = {"message": f"{failure.kind}: {failure.message}", "extraInfo": extra}
+        with contextlib.suppress(OSError):
+            Path(summary).write_text(json.dumps({"message": message}), encoding="utf-8")
     folder = os.environ.get(_ERROR_DIR)
     if folder is not None:
         _write(Path(folder), failure)
