@@ -41,9 +41,7 @@ def test_a_reward_that_never_answers_on_one_of_two_ranks(tmp_path: Path) -> None
     assert 3 < took < 3 + 9
     last = done.stderr.splitlines()[-1]
     stacks = tmp_path / "stuck" / "stacks"
-    assert last.startswith(
-        "rank 1 failed first: hang hang: no rank got anywhere for 3 s (run.hang_seconds); rank 1 reward: in "
-    )
+    assert last.startswith("rank 1 failed first: hang: no rank got anywhere for 3 s (run.hang_seconds); rank 1 reward: in ")
     assert "rank 1 reward: in wait_for_ever (rewards.py:" in last
     assert "; rank 0 reward: waits for others in gather_over_data (collectives.py:" in last
     assert last.endswith(f"all stacks: {stacks}")
