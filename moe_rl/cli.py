@@ -102,9 +102,12 @@ def _parser() -> _Parser:
     command.add_argument("--output", metavar="FILE", help="where the page goes (default: report.html in the first RUN)")
     does = "legal layouts on a cluster: memory of a GPU, expert placement, estimated cost; needs no GPU"
     plan_options.add(_add_command(commands, "plan", does, plan_options.EXAMPLES, _plan), _positive)
-    _add_command(
-        commands, "doctor", "what is installed, what will be used, what is wrong", "example:\n  moe-rl doctor", _doctor
-    )
+    does = "what is installed, what will be used, what is wrong"
+    command = _add_command(commands, "doctor", does, examples.DOCTOR, _doctor)
+    command.add_argument("--cluster", action="store_true", help="try every rank and every group of ranks instead")
+    command.add_argument("--processes", metavar="N", type=_positive, help="with --cluster: to start here (default: the fewest)")
+    command.add_argument("config", metavar="CONFIG", nargs="?", help="with --cluster: YAML file whose layout is tried")
+    command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="settings above the file's")
     return parser
 
 
@@ -175,6 +178,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.cluster:
+        from moe_rl.cluster import cluster
+
+        return cluster(arguments.config, arguments.overrides, arguments.processes)
+    for name, value in (("--processes", arguments.processes), ("CONFIG", arguments.config)):
+        if value is not None:
+            raise UsageError(f"doctor: {name}={value}: only goes with --cluster")
     from moe_rl.doctor import doctor
 
     return doctor()

@@ -46,6 +46,13 @@ class RunSection(Section):
         default=300.0,
         description="after SIGTERM or SIGUSR1: to finish the update and save; then the run is ended",
     )
+    preflight: bool = Field(
+        default=True, description="before the model is built, each rank and each group of ranks is tried, in under a minute"
+    )
+    hang_seconds: NonNegativeFloat = Field(
+        default=1800.0,
+        description="without progress on any rank: all write their stacks to RUN/stacks, and the run ends; 0: never",
+    )
 
 
 class ReplaySection(Section):

@@ -20,7 +20,7 @@ def evaluate_policy(session: Session, problems: Sequence[Problem] | None = None)
 
     problems: those held out, where none are given; the first eval.problems of them.
     """
-    watch = Stopwatch()
+    watch = Stopwatch(session.progress)
     problems = (session.task.heldout if problems is None else problems)[: session.config.eval.problems]
     return _answer(session, problems, watch).metrics() | {"time/eval_seconds": sum(watch.seconds.values())}
 
@@ -60,7 +60,7 @@ def evaluate(config: RunConfig) -> None:
     with opened(config, {}, evaluates=True) as session:
         weights.load(source, session.model)
         problems = session.task.heldout[: config.eval.problems]
-        watch, tracker = Stopwatch(), session.tracker
+        watch, tracker = Stopwatch(session.progress), session.tracker
         if tracker is None:
             _answer(session, problems, watch)
             return

@@ -49,3 +49,10 @@ REPORT = """\
 examples:
   moe-rl report runs/quickstart                            writes runs/quickstart/report.html
   moe-rl report runs/grpo runs/gspo --output compare.html  one page, one colour a run"""
+
+DOCTOR = """\
+examples:
+  moe-rl doctor
+  moe-rl doctor --cluster --processes 4                               (4 processes on this machine)
+  moe-rl doctor --cluster run.yaml                                    (the layout of run.yaml)
+  srun --ntasks-per-node=8 moe-rl doctor --cluster run.yaml           (on the nodes of a job: MASTER_ADDR, MASTER_PORT set)"""

@@ -134,8 +134,10 @@ class Run:
         if state is not None:
             state.tables, state.critic = self.instruments.tables, self.critic and self.critic.pending
         critic = self.critic and self.critic.state
+        self.session.progress("save")
         self.saver.save(self.progress, self.session.model, self.optimizer, pinned=pinned, critic=critic, begun=state)
         self.last_saved = self.progress.step
+        self.session.progress("after save")
 
     def end(self) -> None:
         """Evaluates what came out, unless that was done, and shows the table."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,12 +22,18 @@ from moe_rl.types import Sampling
 from parallel import runtime
 from parallel.errors import UsageError
 from parallel.groups import Groups, process_groups
+from parallel.preflight import preflight
 from parallel.runtime import Runtime
+from parallel.watchdog import Watchdog
+
+
+def _nobody_watches(phase: str) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class Session:
-    """tracker: on the main rank only."""
+    """tracker: on the main rank only. progress: told, by the name of what begins, that this rank gets on."""
 
     config: RunConfig
     runtime: Runtime
@@ -37,6 +43,7 @@ class Session:
     tokenizer: Tokenizer
     engine: Engine
     tracker: Tracker | None
+    progress: Callable[[str], None] = _nobody_watches
 
     def say(self, text: str) -> None:
         if self.tracker is not None:
@@ -85,20 +92,23 @@ def opened(
         config.parallel.check_backend(here.backend, build.transformer_engine_is_present())
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(process_groups(config.parallel))
+            directory = config.directory / EVALUATIONS if evaluates else config.directory
+            warnings = preflight(groups, here)[1] if run.preflight and here.world_size > 1 else []
+            watchdog = Watchdog(run.hang_seconds, directory, here)
+            stack.enter_context(watchdog.watching())
             task, tokenizer = build_task(config.task, trains=not evaluates), build_tokenizer(config.model.tokenizer)
             model = MoEModel(config.model, groups, here.device, run.seed)
             tracker = None
             if here.is_main:
                 moved = None if evaluates else rundir.make_room(config, resumable)
                 resolved = None if evaluates else configuration.dump(config)
-                directory = config.directory / EVALUATIONS if evaluates else config.directory
                 tracker = stack.enter_context(Tracker(config.tracking, directory, resolved, steps))
                 if moved:
                     tracker.print(moved)
             dist.barrier()  # nobody looks for checkpoints before
-            engine = EmbeddedEngine(model, config.rollout.max_batch, tokenizer.decode)
-            session = Session(config, here, groups, model, task, tokenizer, engine, tracker)
-            for note in session.encoder.notes():
+            engine = EmbeddedEngine(model, config.rollout.max_batch, tokenizer.decode, watchdog.progress)
+            session = Session(config, here, groups, model, task, tokenizer, engine, tracker, watchdog.progress)
+            for note in [*warnings, *session.encoder.notes()]:
                 session.say(f"note: {note}")
             with _one_line_on_a_full_disk(config):
                 yield session

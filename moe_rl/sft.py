@@ -48,8 +48,9 @@ def supervise(session: Session, saver: Saver | None = None, found: Path | None =
         if session.tracker is not None:
             session.tracker.resume(progress.step, "sft")
     for step in range(progress.step + 1, section.steps + 1):
-        watch = Stopwatch()
-        metrics = _step(session, optimizer, order.take((step - 1) * section.batch, section.batch))
+        watch = Stopwatch(session.progress)
+        with watch("update"):
+            metrics = _step(session, optimizer, order.take((step - 1) * section.batch, section.batch))
         session.log(step, metrics | watch.metrics(), "sft")
         if section.stop_at is not None and step % section.check_every == 0:
             passed = evaluate_policy(session, session.task.train)["eval/pass_at_1"]

@@ -2,20 +2,27 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Stopwatch:
     """`with watch("rollout"): ...` adds to that phase's seconds."""
 
-    def __init__(self) -> None:
-        self._start, self.seconds = time.perf_counter(), dict[str, float]()
+    def __init__(self, progress: Callable[[str], None] | None = None) -> None:
+        """progress: told of every phase that begins or ends."""
+        self._start, self.seconds, self._progress = time.perf_counter(), dict[str, float](), progress
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        self._tell(phase)
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self._tell(f"after {phase}")
+
+    def _tell(self, phase: str) -> None:
+        if self._progress is not None:
+            self._progress(phase)
 
     def metrics(self) -> dict[str, float]:
         """`time/PHASE_seconds`, and `time/step_seconds` since this watch was made."""

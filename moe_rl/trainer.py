@@ -88,7 +88,7 @@ class Trainer(Run):
 
     def begin_step(self, step: int) -> StepState:
         """One rollout batch, scored, with advantages."""
-        watch, look = Stopwatch(), self.instruments.plan(step)
+        watch, look = Stopwatch(self.session.progress), self.instruments.plan(step)
         sampled = self.rollout(step, watch, routes=self.update.replay.replays_rollout or look.close)
         self.write_rollouts(step, sampled)
         batch = sampled.kept

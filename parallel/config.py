@@ -24,7 +24,11 @@ class ParallelConfig(BaseModel):
     expert_tensor: PositiveInt = 1
     context: PositiveInt = Field(default=1, description="needs Transformer Engine's attention")
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    timeout_seconds: float = Field(default=600.0, gt=0, description="a collective that takes longer ends the run")
+    timeout_seconds: float = Field(
+        default=3600.0,
+        gt=0,
+        description="a collective that takes longer ends the run; above run.hang_seconds, which says more",
+    )
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

@@ -1,5 +1,6 @@
 """Which rank failed first, and how: each leaves a record in a folder that whoever started them reads. Imports no torch."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from parallel.errors import UsageError
 
 ERROR_DIR = "MOE_RL_ERROR_DIR"
 SAVED = 75  # a run's exit code after a save that a signal asked for (EX_TEMPFAIL of sysexits.h): the same command goes on
+HANG = "hang"  # a kind of failure
 _TAIL_LINES = 20
 
 
@@ -42,14 +44,29 @@ class report_errors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        folder = os.environ.get(ERROR_DIR)
-        if error is None or folder is None or isinstance(error, SystemExit):
+        if error is None or isinstance(error, SystemExit):
             return
         code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         name = "UsageError" if isinstance(error, UsageError) else type(error).__name__
         text = "".join(traceback.format_exception(error))
-        write(Path(folder), Failure(time.time(), int(os.environ["RANK"]), name, str(error), text, code))
-        raise SystemExit(code) from None
+        if leave_word(Failure(time.time(), int(os.environ.get("RANK", "0")), name, str(error), text, code)):
+            raise SystemExit(code) from None
+
+
+def leave_word(failure: Failure) -> bool:
+    """Records how this rank ends for whoever started it; False where that was neither `launch` nor `parallel.torchrun`.
+
+    Torchrun shows in its summary what it finds in a file that it names.
+    """
+    if (summary := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        extra = {"py_callstack": failure.traceback, "timestamp": str(int(failure.time))}
+        message = {"message": f"{failure.kind}: {failure.message}", "extraInfo": extra}
+        with contextlib.suppress(OSError):
+            Path(summary).write_text(json.dumps({"message": message}), encoding="utf-8")
+    folder = os.environ.get(ERROR_DIR)
+    if folder is not None:
+        write(Path(folder), failure)
+    return folder is not None
 
 
 def wordless(rank: int, code: int, looked: float) -> Failure:
@@ -89,6 +106,5 @@ def report(failure: Failure, folder: Path) -> None:
         print(f"last lines of rank {failure.rank}:", *tail, sep="\n  ", file=sys.stderr)
     if failure.traceback:
         print(failure.traceback.rstrip(), file=sys.stderr)
-    print(
-        f"rank {failure.rank} failed first: {failure.kind}{':' if failure.traceback else ''} {failure.message}", file=sys.stderr
-    )
+    colon = ":" if failure.traceback or failure.kind == HANG else ""
+    print(f"rank {failure.rank} failed first: {failure.kind}{colon} {failure.message}", file=sys.stderr)

@@ -15,6 +15,7 @@ from parallel.cpu import let_megatron_run_without_cuda
 from parallel.errors import UsageError
 from parallel.failures import report_errors
 from parallel.launch import World, launched_world
+from parallel.meeting import MEETING_SECONDS, met
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,22 @@ def started(seed: int, threads: int, timeout_seconds: float, rendezvous: Path | 
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        # file://: a meeting place for tests that needs no port
-        method = "env://" if rendezvous is None else rendezvous.absolute().as_uri()
-        dist.init_process_group(backend, init_method=method, rank=world.rank, world_size=world.size, timeout=timeout)
+        store = met(world, min(timeout_seconds, MEETING_SECONDS), rendezvous)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     try:
         # inside: the peers' connections break when the group is destroyed, and the cause must be on record before
         with report_errors():
             yield Runtime(world.rank, world.size, world.local_rank, device, backend)
     finally:
         dist.destroy_process_group()
+
+
+def side_store(prefix: str, timeout: timedelta) -> dist.Store:
+    """The store at which the ranks met, over a connection of its own and under names of its own."""
+    default = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(prefix, default.clone())  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(timeout)
+    return store
 
 
 def _seed(seed: int) -> None:

@@ -57,10 +57,10 @@ def collect(
         scores = None
         if groups.is_model_main:  # once a model copy: a user's reward may be costly, or not repeat itself
             on_error = session.config.task.on_reward_error
-            scores = [
-                score_response(session.task, text, problems[i // responses], on_error)
-                for text, i in zip(texts, mine, strict=True)
-            ]
+            scores = []
+            for text, i in zip(texts, mine, strict=True):
+                scores.append(score_response(session.task, text, problems[i // responses], on_error))
+                session.progress("reward")
         scores = from_model_main(scores, groups)
         here = [
             Rollout(i, problems[i // responses], prompts[i // responses], response, text, score.value, dict(score.parts))

@@ -1,6 +1,6 @@
 """The rollout engine that is the trained Megatron model itself: batched sampling with a KV cache, in every layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,10 +20,16 @@ from moe_rl.types import FinishReason, Response, Sampling
 class EmbeddedEngine:
     """An Engine over `model`. All prompts enter in one pass, then one token a live sequence; finished ones leave the stream."""
 
-    def __init__(self, model: MoEModel, max_batch: int, decode: Decode | None = None) -> None:
+    def __init__(
+        self,
+        model: MoEModel,
+        max_batch: int,
+        decode: Decode | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         """max_batch: sequences that generate at once on one data-parallel rank; bounds the cache. decode: the tokenizer's,
-        which Sampling.stop needs."""
-        self.model, self.max_batch, self._decode = model, max_batch, decode
+        which Sampling.stop needs. progress: told of every batch of tokens."""
+        self.model, self.max_batch, self._decode, self._progress = model, max_batch, decode, progress
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, *, routes: bool = True) -> list[Response]:
         stops = None
@@ -37,7 +43,7 @@ class EmbeddedEngine:
         with self.model.generating():
             for i in range(int(batches)):
                 part = requests[i * self.max_batch : (i + 1) * self.max_batch]
-                responses += _Generation(self.model, part, sampling, stops, routes).run()
+                responses += _Generation(self.model, part, sampling, stops, routes).run(self._progress)
         return responses
 
 
@@ -71,11 +77,13 @@ class _Generation:
         self.cache = KVCache(rows=len(requests), length=longest)
         self.routes = self._empty_routes(longest) if routes else None
 
-    def run(self) -> list[Response]:
+    def run(self, progress: Callable[[str], None] | None) -> list[Response]:
         feed = [s.tokens for s in self.sequences]
         prefill = True
         while size := self._size(sum(map(len, feed))):
             stream = self._stream(feed, size, prefill)
+            if progress is not None:
+                progress("rollout")
             logits = self.model.next_token_logits(stream)
             self._note_routes(stream)
             self._sample(logits)

@@ -1,5 +1,9 @@
 """A reward that any text earns some of, so that an untrained model has something to learn from."""
 
+import os
+import time
+from pathlib import Path
+
 
 def share_of_even(response: str, answer: str) -> float:
     """The share of characters with an even code."""
@@ -14,3 +18,15 @@ def mostly_even(response: str, answer: str) -> float:
 def worth(response: str, answer: str) -> float:
     """What the problem says, whatever the response is."""
     return float(answer)
+
+
+def stuck_on_rank_1(response: str, answer: str) -> float:
+    """Right, except that on rank 1 it never says so. The file that `answer` names tells since when."""
+    if os.environ["RANK"] == "1":
+        Path(answer).touch()
+        wait_for_ever()
+    return 1.0
+
+
+def wait_for_ever() -> None:
+    time.sleep(600)

@@ -240,3 +240,14 @@ def test_which_environments_are_a_launchers() -> None:
     assert launched_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
     assert launched_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert launched_world({"WORLD_SIZE": "8"}) is None
+
+
+def test_torchruns_summary_has_the_error(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER + "with report_errors():\n    raise ValueError('no such expert') if rank else time.sleep(20)\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    env = {name: value for name, value in os.environ.items() if name != "MOE_RL_ERROR_DIR"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(torchrun, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    summary = done.stderr[done.stderr.index("Root Cause") :]
+    assert "ValueError: no such expert" in summary and "rank      : 1" in summary

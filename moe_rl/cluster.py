@@ -1,0 +1,62 @@
+"""`moe-rl doctor --cluster`: the preflight alone, inside torchrun or srun or in processes that it starts here."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from parallel.config import ParallelConfig
+from parallel.errors import UsageError
+from parallel.failures import report_errors
+from parallel.launch import launch, launched_world
+
+_THREADS = 1
+
+
+def cluster(path: str | None, overrides: Sequence[str], processes: int | None) -> int:
+    """Looks at every rank and every group of the layout in the file at `path`, or of data-parallel ranks without one.
+
+    processes: how many to start here; None: the fewest the layout allows, but two. Returns the exit code.
+    """
+    world = launched_world(os.environ)
+    with report_errors():
+        if path is None and overrides:
+            raise UsageError(f"{overrides[0]}: needs a CONFIG before it")
+        parallel = ParallelConfig()
+        if path is not None:
+            from moe_rl import config
+
+            parallel = config.load(path, overrides).parallel
+        size = world.size if world else processes or max(2, parallel.fewest_processes)
+        parallel.check_world(size)
+        if world:
+            _look(parallel)
+            return 0
+    given = [] if path is None else [path, *overrides]
+    return launch([sys.executable, "-P", "-m", "moe_rl.cli", "doctor", "--cluster", *given], size, _THREADS)
+
+
+def _look(parallel: ParallelConfig) -> None:
+    """On every rank; the main one prints."""
+    from parallel.groups import process_groups
+    from parallel.preflight import preflight
+    from parallel.runtime import started
+
+    with started(0, _THREADS, parallel.timeout_seconds) as here, process_groups(parallel) as groups:
+        reports, warnings = preflight(groups, here)
+        if not here.is_main:
+            return
+        print(f"{'rank':<6}{'host':<20}{'process':<9}{'device':<24}{'free of GiB':<16}{'clock s':<9}{'compute ms':<12}link ms")
+        for one in reports:
+            memory, link = f"{one.free:.1f} of {one.total:.1f}", f"{1e3 * one.link:.2f}" if one.link else "-"
+            print(
+                f"{one.rank:<6}{one.host:<20}{one.pid:<9}{one.device:<24}{memory:<16}{one.clock:<+9.2f}"
+                f"{1e3 * one.compute:<12.2f}{link}"
+            )
+        print("versions: " + ", ".join(f"{name} {version}" for name, version in reports[0].versions.items()))
+        print("slowest rank, ms:")
+        for name in reports[0].times:
+            slowest = max(reports, key=lambda one: one.times.get(name, 0.0))
+            print(f"  {name:<32}{1e3 * slowest.times[name]:>9.2f}  rank {slowest.rank} on {slowest.host}")
+        for warning in warnings:
+            print(f"- {warning}")
+        print(f"{here.world_size} ranks: every one answers, and every group works")
