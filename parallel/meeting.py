@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.errors import UsageError
 from parallel.launch import World
@@ -13,25 +14,25 @@ from parallel.launch import World
 MEETING_SECONDS = 600.0  # nodes of one job may start minutes apart
 
 
-def met(world: World, seconds: float, rendezvous: Path | None = None) -> dist.Store:
+def met(world: World, seconds: float, rendezvous: Path | None = None) -> Store:
     """The store of all ranks, after all have come to it. `rendezvous`: a file instead of MASTER_ADDR, for tests.
 
     Raises UsageError that names the ranks which did not come within `seconds`.
     """
     timeout = timedelta(seconds=seconds)
     if rendezvous is not None:
-        return dist.FileStore(str(rendezvous.absolute()), world.size)  # pyright: ignore[reportPrivateImportUsage]
+        return FileStore(str(rendezvous.absolute()), world.size)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
     try:
         main = world.rank == 0 and not hosted
-        tcp = dist.TCPStore(address, port, world.size, main, timeout, wait_for_workers=False, multi_tenant=True)  # pyright: ignore[reportPrivateImportUsage]
+        tcp = TCPStore(address, port, world.size, main, timeout, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
         raise UsageError(
             f"MASTER_ADDR={address}, MASTER_PORT={port}: rank {world.rank} on {socket.gethostname()} does not reach rank 0 "
             f"there within {seconds:.0f} s: {str(error).splitlines()[0]}; look at that node, its name and its firewall"
         ) from error
-    store = dist.PrefixStore(f"moe_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    store = PrefixStore(f"moe_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
     store.set(f"came/{world.rank}", "")
     if store.add("came", 1) == world.size:
         store.set("all", "")

@@ -15,6 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda.nccl import version as nccl_version
 
 from parallel.alarm import Alarm
 from parallel.errors import UsageError
@@ -203,7 +204,7 @@ def _compute(here: Runtime) -> float:
     values, seconds = torch.ones(size, size, device=here.device), []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
-        values @ values
+        torch.matmul(values, values)
         _wait_for_device(here)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
@@ -228,7 +229,7 @@ def _memory(here: Runtime) -> tuple[float, float]:
 
 
 def _versions() -> dict[str, str]:
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    nccl = ".".join(map(str, nccl_version())) if torch.cuda.is_available() else "none"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.cpu import let_megatron_run_without_cuda
 from parallel.errors import UsageError
@@ -58,7 +59,7 @@ def started(seed: int, threads: int, timeout_seconds: float, rendezvous: Path | 
     _seed(seed)
     timeout = timedelta(seconds=timeout_seconds)
     if world.size == 1:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         store = met(world, min(timeout_seconds, MEETING_SECONDS), rendezvous)
@@ -71,10 +72,10 @@ def started(seed: int, threads: int, timeout_seconds: float, rendezvous: Path | 
         dist.destroy_process_group()
 
 
-def side_store(prefix: str, timeout: timedelta) -> dist.Store:
+def side_store(prefix: str, timeout: timedelta) -> Store:
     """The store at which the ranks met, over a connection of its own and under names of its own."""
     default = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(prefix, default.clone())  # pyright: ignore[reportPrivateImportUsage]
+    store = PrefixStore(prefix, default.clone())
     store.set_timeout(timeout)
     return store
 

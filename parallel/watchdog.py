@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.failures import HANG, Failure, leave_word
 from parallel.runtime import Runtime, side_store
@@ -25,7 +26,7 @@ _MOVES, _DECLARED = "moves", "declared"
 _LONGEST_LOOK = 30.0  # seconds between two looks, at most
 _STORE_SECONDS = 10.0
 _SETTLE_SECONDS = 5.0  # until every rank that still can has said where it is
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__path__[0]))
 
 
 class Watchdog:
@@ -63,7 +64,7 @@ class Watchdog:
             thread.join()
             faulthandler.cancel_dump_traceback_later()
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self, store: Store) -> None:
         between = min(self._seconds / 10, _LONGEST_LOOK)
         seen, quiet, told, last = -1, 0.0, 0, time.monotonic()
         while not self._stop.wait(between):
@@ -82,7 +83,7 @@ class Watchdog:
             if declared or quiet >= self._seconds:
                 self._end(store)
 
-    def _end(self, store: dist.Store) -> NoReturn:
+    def _end(self, store: Store) -> NoReturn:
         waits, place = main_thread()
         text = f"{self._phase}: {'waits for others in' if waits else 'in'} {place}"
         self._write_stacks(f"{text}; no progress here for {time.monotonic() - self._since:.0f} s")
@@ -151,7 +152,7 @@ def main_thread() -> tuple[bool, str]:
     return waits, f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
 
 
-def _gathered(store: dist.Store, size: int) -> dict[int, tuple[bool, str]]:
+def _gathered(store: Store, size: int) -> dict[int, tuple[bool, str]]:
     """What the ranks have said, after all did or the time is up."""
     known: dict[int, tuple[bool, str]] = {}
     deadline = time.monotonic() + _SETTLE_SECONDS
