@@ -58,7 +58,7 @@ def cached(runtime: Runtime, case: Case, prompts: list[int], response: int) -> i
         requests = [Request([1] * n, seed=i) for i, n in enumerate(prompts)]
         generation = _Generation(model, requests, Sampling(response, 1.0, 1.0, 0, frozenset(), False), None, True)
         with torch.no_grad(), model.generating():
-            generation.run()
+            generation.run(None)
         buffers = generation.cache._buffers.values()
         assert EmbeddedEngine(model, len(prompts)).max_batch == len(prompts)
         return sum(tensor.untyped_storage().nbytes() for pair in buffers for tensor in pair)
