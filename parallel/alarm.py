@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.failures import Failure, leave_word
 from parallel.runtime import Runtime, side_store
@@ -69,5 +70,5 @@ def _same_on_all(text: str) -> bool:
     return " silent (" in text
 
 
-def _place(store: dist.Store, rank: int) -> str:
+def _place(store: Store, rank: int) -> str:
     return store.get(f"at/{rank}").decode() if store.check([f"at/{rank}"]) else "has not come to the preflight"

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.errors import UsageError
 from parallel.launch import World

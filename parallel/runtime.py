@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.cpu import let_megatron_run_without_cuda
 from parallel.errors import UsageError

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.failures import HANG, Failure, leave_word
 from parallel.runtime import Runtime, side_store
