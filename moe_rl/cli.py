@@ -70,7 +70,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="moe-rl",
         description="Reinforcement learning of Mixture-of-Experts language models, with instruments for routing drift.",
-        epilog="moe-rl COMMAND --help shows examples. README.md lists every setting.",
+        epilog="moe-rl COMMAND --help shows examples. docs/settings.md lists every setting.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)

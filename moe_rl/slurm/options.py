@@ -12,7 +12,7 @@ examples:
   moe-rl slurm run.yaml slurm.array.seeds=[0,1,2,3] slurm.array.concurrency=2 --submit      (one run a seed)
   moe-rl slurm run.yaml 'slurm.array.overrides=[[algorithm.name=grpo],[algorithm.name=gspo]]' --submit
 
-The settings are those of `slurm:` (README.md); docs/slurm.md starts from nothing."""
+The settings are those of `slurm:` (docs/settings.md); docs/slurm.md starts from nothing."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,7 @@
-"""README.md lists every setting as it is. `python tests/unit/test_readme.py` writes the table anew."""
+"""docs/settings.md lists every setting as it is, and the README's examples are what the command line takes.
+
+`python tests/unit/test_readme.py` writes the table anew.
+"""
 
 import json
 import re
@@ -15,6 +18,7 @@ from moe_rl.config import RunConfig
 from moe_rl.config_errors import section_at
 
 README = Path(__file__).parents[2] / "README.md"
+SETTINGS = README.parent / "docs" / "settings.md"
 BEGIN, END = "<!-- settings: written by tests/unit/test_readme.py -->\n", "<!-- end of settings -->"
 _NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", Path: "path", type(None): "null"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -67,7 +71,7 @@ def _values(annotation: Any, metadata: list[Any]) -> str:
 
 
 def test_every_setting_is_listed_as_it_is() -> None:
-    written = README.read_text().split(BEGIN)[1].split(END)[0]
+    written = SETTINGS.read_text().split(BEGIN)[1].split(END)[0]
     assert written.strip() == reference().strip(), "python tests/unit/test_readme.py writes it anew"
 
 
@@ -97,5 +101,5 @@ def test_every_example_is_one_the_command_line_takes(monkeypatch: pytest.MonkeyP
 
 
 if __name__ == "__main__":
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + reference() + END + rest.split(END)[1])
+    before, rest = SETTINGS.read_text().split(BEGIN)
+    SETTINGS.write_text(before + BEGIN + reference() + END + rest.split(END)[1])
