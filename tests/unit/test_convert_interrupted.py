@@ -42,6 +42,7 @@ def ended(said: Path, then: Callable[[], Any], *arguments: object) -> Ended:
 
 
 def _run(said: Path, then: Callable[[], Any], command: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     with said.open("w") as stream:
         os.dup2(stream.fileno(), 2)
     count = 0
