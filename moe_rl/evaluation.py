@@ -51,7 +51,7 @@ def _answer(session: Session, problems: Sequence[Problem], watch: Stopwatch, eac
 def _stopped(response: Response, session: Session) -> Stopped:
     if response.finish_reason == "length":
         return "length"
-    return "eos" if response.token_ids[-1] == session.tokenizer.eos_id else "stop"
+    return "eos" if response.token_ids[-1] in session.tokenizer.stop_ids else "stop"
 
 
 def evaluate(config: RunConfig) -> None:

@@ -21,6 +21,7 @@ def notes(config: RunConfig) -> list[str]:
     """One line each."""
     found = [
         preset_note(config),
+        changed_model_note(config),
         clip_note(config.algorithm),
         replay_note(config.replay, config.algorithm),
         restricted_sampling_note(config),
@@ -48,6 +49,23 @@ def preset_note(config: RunConfig) -> str | None:
     ]
     text = f"run.preset={config.run.preset}: from {preset.source}{'; ' * bool(preset.note)}{preset.note}"
     return text + f"; set otherwise here: {', '.join(other)}" * bool(other)
+
+
+def changed_model_note(config: RunConfig) -> str | None:
+    """Where a Hugging Face model is made to compute something else than its config.json says."""
+    if config.model.path is None:
+        return None
+    from models.convert.exporting import differing
+    from models.convert.files import huggingface_directory
+    from models.convert.huggingface import describe
+
+    published = describe(huggingface_directory(config.model.path)).model()
+    if (key := differing(config.model, published)) is None:
+        return None
+    return (
+        f"model.{key}={getattr(config.model, key)}: config.json of model.path says {getattr(published, key)}; the weights will "
+        "be exported only with --like, beside a config.json that says the same"
+    )
 
 
 def clip_note(section: AlgorithmSection) -> str | None:

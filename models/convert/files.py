@@ -65,7 +65,7 @@ def trained_model(checkpoint: Path) -> ModelConfig:
 
 
 # What the tensors of a model are, but for the vocabulary, which is filled up
-_SHAPE = (
+SHAPE = (
     *("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "moe_ffn", "experts", "dense_layers", "shared_ffn"),
     *("shared_gate", "tie_embeddings", "qk_norm", "qk_norm_span", "qkv_bias", "bias", "attention_sinks"),
     *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"),
@@ -74,7 +74,7 @@ _SHAPE = (
 
 def differing_shape(there: ModelConfig, here: ModelConfig) -> str:
     """The settings by which weights of one do not fit the other, with both values, or nothing."""
-    differing = [key for key in _SHAPE if getattr(there, key) != getattr(here, key)]
+    differing = [key for key in SHAPE if getattr(there, key) != getattr(here, key)]
     return ", ".join(f"model.{key}={getattr(here, key)} (the checkpoint: {getattr(there, key)})" for key in differing)
 
 

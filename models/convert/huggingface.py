@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.convert.families import FAMILIES, Family
+from models.convert.files import SHAPE
 from models.convert.hashing import row_blocks
 from models.convert.pieces import PieceMap
 from models.convert.quantised import Dequantised
@@ -91,7 +92,12 @@ class Opened(NamedTuple):
 
 
 def opened(description: Description, model: ModelConfig) -> Opened:
-    """Reads no more than the headers of files. Raises UsageError for a tensor that is missing, unexpected or misshapen."""
+    """Reads no more than the headers of files. Raises UsageError for a tensor that is missing, unexpected or misshapen, and
+    for a model that was given another shape than that of its weights."""
+    published = description.model()
+    for key in (*SHAPE, "vocab_size"):
+        if (ours := getattr(model, key)) != (theirs := getattr(published, key)):
+            raise UsageError(f"model.{key}={ours}: the weights in {description.directory} have {theirs}; leave model.{key} out")
     pieces, source = piece_map(description, model), open_tensors(description)
     return Opened(pieces, source, check_names(description, pieces, source.names))
 

@@ -51,6 +51,8 @@ def build_task(section: TaskSection, *, trains: bool = True) -> Task:
     user's that is none.
     """
     _check_file_keys(section)
+    if not trains and section.eval_path is not None:  # then what one would train on is of no account
+        section = section.model_copy(update={"train_path": None})
     if trains and section.name in _FILE and section.train_path is None:
         raise UsageError(f"task.train_path: missing; task.name={section.name} reads its problems from it")
     if section.name in TASKS:

@@ -1,12 +1,15 @@
 """What a run says at its start about settings that work and may not be meant."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from models.convert import huggingface
 from models.presets import PRESETS
 from moe_rl.config import RunConfig
 from moe_rl.notes import (
+    changed_model_note,
     correction_note,
     group_note,
     idle_note,
@@ -16,10 +19,21 @@ from moe_rl.notes import (
     router_shift_note,
     warmup_note,
 )
+from tests.hf_checkpoints import make
 
 
 def config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate({"model": dict(PRESETS["tiny_moe"]), **sections})
+
+
+def test_a_model_that_is_made_another_is_exported_only_beside_a_fitting_configuration(tmp_path: Path) -> None:
+    make("qwen3_moe", tmp_path)
+    values = huggingface.describe(tmp_path).values
+    assert changed_model_note(config(model={**values, "path": tmp_path, "max_positions": 64})) is None
+    said = changed_model_note(config(model={**values, "path": tmp_path, "topk": 2}))
+    assert said is not None and said.startswith(
+        "model.topk=2: config.json of model.path says 3; the weights will be exported only"
+    )
 
 
 def test_plain_runs_are_told_nothing() -> None:

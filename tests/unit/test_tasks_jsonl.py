@@ -43,6 +43,8 @@ def test_an_evaluation_needs_no_file_to_train_on(tmp_path: Path) -> None:
     heldout = write(tmp_path / "e.jsonl", *numbered(3))
     task = build_task(section(name="jsonl", eval_path=heldout), trains=False)
     assert ([p.prompt for p in task.heldout], list(task.train)) == (["q0", "q1", "q2"], [])
+    same = build_task(section(name="jsonl", train_path=heldout, eval_path=heldout), trains=False)  # pass@1 of what was trained
+    assert [p.prompt for p in same.heldout] == ["q0", "q1", "q2"]
 
 
 def test_a_tenth_of_the_prompts_is_held_out_whatever_the_order_of_lines(tmp_path: Path) -> None:
