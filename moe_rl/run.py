@@ -85,7 +85,7 @@ class Run:
 
     def take_up(self, state: StepState) -> None:
         """What belongs to a step that has begun, and lies elsewhere than in it."""
-        self.instruments.tables = state.tables
+        self.instruments.tables, state.watch.progress = state.tables, self.session.progress
         if state.step == 1:
             self.instruments.resume()
         if self.critic is not None and state.critic is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Stopwatch:
@@ -10,7 +11,11 @@ class Stopwatch:
 
     def __init__(self, progress: Callable[[str], None] | None = None) -> None:
         """progress: told of every phase that begins or ends."""
-        self._start, self.seconds, self._progress = time.perf_counter(), dict[str, float](), progress
+        self._start, self.seconds, self.progress = time.perf_counter(), dict[str, float](), progress
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Saved within a step: whom it tells belongs to the process, and who takes the step up says anew."""
+        return self.__dict__ | {"progress": None}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -21,8 +26,8 @@ class Stopwatch:
         self._tell(f"after {phase}")
 
     def _tell(self, phase: str) -> None:
-        if self._progress is not None:
-            self._progress(phase)
+        if self.progress is not None:
+            self.progress(phase)
 
     def metrics(self) -> dict[str, float]:
         """`time/PHASE_seconds`, and `time/step_seconds` since this watch was made."""

@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         directory = runs.folder / "hf" / family
         if not directory.exists():
             make(family, directory, vocab_size=259)
-        configs.append(runs.config(name, f"model.path={directory}", *settings))
+        configs.append(runs.config(name, f"model.path={directory}", "model.tokenizer=bytes", *settings))
     train_on_ranks(2, configs)
     return runs
 
