@@ -1,5 +1,5 @@
-"""The presets of released models, against transformers' own defaults where those are the released shape, else against the
-config.json of the Hugging Face repository that models/presets.py names, copied by hand."""
+"""The presets of released models, against transformers' own defaults where those are the released shape; the others, and all
+settings, against their configurations in test_published_models.py."""
 
 from typing import Any
 
@@ -9,48 +9,12 @@ from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeCon
 from models.config import ModelConfig
 from models.presets import PRESETS
 from parallel.config import ParallelConfig
+from tests.unit.test_published_models import PUBLISHED
 
-QWEN3: dict[str, Any] = dict(
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-)
-RELEASED: dict[str, dict[str, Any]] = {
-    "qwen3_30b_a3b": QWEN3
-    | dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, intermediate_size=6144, moe_intermediate_size=768),
-    "qwen3_235b_a22b": QWEN3
-    | dict(hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, intermediate_size=12288, moe_intermediate_size=1536),
+# where the released models differ from transformers' defaults for their family
+CHANGES: dict[str, dict[str, Any]] = {
     "olmoe_1b_7b": dict(intermediate_size=1024, rope_theta=10000.0),
     "mixtral_8x7b": dict(max_position_embeddings=32768, rope_theta=1e6, head_dim=128),
-    "deepseek_v2_lite": dict(
-        vocab_size=102400,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=27,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        n_shared_experts=2,
-        n_routed_experts=64,
-        routed_scaling_factor=1.0,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        qk_nope_head_dim=128,
-        num_experts_per_tok=6,
-        first_k_dense_replace=1,
-        max_position_embeddings=163840,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-    ),
     "deepseek_v3": dict(max_position_embeddings=163840, rope_theta=10000.0),
     "gpt_oss_120b": dict(rope_theta=150000.0),
     "gpt_oss_20b": dict(rope_theta=150000.0, num_hidden_layers=24, num_local_experts=32),
@@ -86,14 +50,13 @@ SAME: dict[str, tuple[str, ...]] = {
 
 def released(name: str) -> dict[str, Any]:
     """The published configuration; a null head_dim is hidden / heads."""
-    base = DEFAULTS[name](**RELEASED[name]).to_dict() if name in DEFAULTS else {}
-    values = base | RELEASED[name]
+    values = DEFAULTS[name](**CHANGES[name]).to_dict() | CHANGES[name]
     if values.get("head_dim") is None:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_preset_has_the_released_shape(name: str) -> None:
     model, theirs = ModelConfig(**PRESETS[name]), released(name)
     for key, names in SAME.items():
@@ -106,12 +69,12 @@ def test_a_preset_has_the_released_shape(name: str) -> None:
 
 
 def test_the_presets_are_all_the_released_models_beside_the_small_ones() -> None:
-    assert set(PRESETS) == {*RELEASED, "tiny_moe", "small_moe", "medium_moe"}
+    assert set(PRESETS) == {*PUBLISHED, "tiny_moe", "small_moe", "medium_moe"}
 
 
 def test_routers() -> None:
     """norm_topk_prob: the softmax over the chosen alone, which is Megatron's order; without it, over all experts first."""
-    models = {name: ModelConfig(**PRESETS[name]) for name in RELEASED}
+    models = {name: ModelConfig(**PRESETS[name]) for name in PUBLISHED}
     first = {name for name, model in models.items() if model.router_pre_softmax}
     assert first == {"olmoe_1b_7b", "deepseek_v2_lite"}
     assert not OlmoeConfig().norm_topk_prob
@@ -126,7 +89,7 @@ def test_routers() -> None:
 
 @pytest.mark.parametrize("name", ["gpt_oss_20b", "gpt_oss_120b"])
 def test_what_only_gpt_oss_has(name: str) -> None:
-    model, theirs = ModelConfig(**PRESETS[name]), GptOssConfig(**RELEASED[name])
+    model, theirs = ModelConfig(**PRESETS[name]), GptOssConfig(**CHANGES[name])
     assert theirs.layer_types is not None and theirs.rope_parameters is not None
     windows = [i for i, kind in enumerate(theirs.layer_types) if kind == "sliding_attention"]
     assert (model.window, model.window_layers) == (theirs.sliding_window, windows)
@@ -153,11 +116,11 @@ def test_positions_of_deepseek() -> None:
 
 
 def test_norms_of_queries_and_keys() -> None:
-    spans = {name: PRESETS[name].get("qk_norm_span", "head") for name in RELEASED if PRESETS[name].get("qk_norm", True)}
+    spans = {name: PRESETS[name].get("qk_norm_span", "head") for name in PUBLISHED if PRESETS[name].get("qk_norm", True)}
     assert spans == {"qwen3_30b_a3b": "head", "qwen3_235b_a22b": "head", "olmoe_1b_7b": "all"}
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_splits_over_two_tensor_ranks_and_all_its_experts(name: str) -> None:
     model = ModelConfig(**PRESETS[name])
     layout = ParallelConfig.model_validate(dict(tensor=2, expert=model.experts))

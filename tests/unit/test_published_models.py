@@ -1,4 +1,4 @@
-"""config.json of released models, as published (the keys that say something of the shape), beside the presets."""
+"""config.json of released models beside the presets: the keys that say something of the shape, written down, not fetched."""
 
 import json
 from pathlib import Path
