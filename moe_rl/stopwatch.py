@@ -14,8 +14,13 @@ class Stopwatch:
         self._start, self.seconds, self.progress = time.perf_counter(), dict[str, float](), progress
 
     def __getstate__(self) -> dict[str, Any]:
-        """Saved within a step: whom it tells belongs to the process, and who takes the step up says anew."""
-        return self.__dict__ | {"progress": None}
+        """Saved within a step: the clock and whom it tells belong to the process. Who takes the step up says anew whom."""
+        return {"spent": time.perf_counter() - self._start, "seconds": self.seconds}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Runs on from what was spent: neither the time in between counts, nor another machine's clock."""
+        self._start = time.perf_counter() - state["spent"]
+        self.seconds, self.progress = state["seconds"], None
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -30,6 +35,6 @@ class Stopwatch:
             self.progress(phase)
 
     def metrics(self) -> dict[str, float]:
-        """`time/PHASE_seconds`, and `time/step_seconds` since this watch was made."""
+        """`time/PHASE_seconds`, and `time/step_seconds` since this watch was made, while it ran."""
         phases = {f"time/{phase}_seconds": seconds for phase, seconds in sorted(self.seconds.items())}
         return phases | {"time/step_seconds": time.perf_counter() - self._start}

@@ -35,9 +35,9 @@ class report_errors:
     """Around a worker's work: an exception is recorded for the starter, which prints it, and the worker exits without a word.
 
     It belongs inside whatever closes connections to the peers on the way out: they fail then too, and the earliest record
-    counts as the cause. Nested, the inner one records. Where neither `launch` nor `parallel.torchrun` started this process
-    (torchrun itself, srun, a single process) the exception goes its way. Exit codes: 2 for UsageError, 130 for
-    KeyboardInterrupt, else 1.
+    counts as the cause. Nested, the inner one records. Where neither `launch` nor parallel/torchrun.py nor
+    parallel/one_rank.py started this process (torchrun itself, srun, a single process) the exception goes its way. Exit codes:
+    2 for UsageError, 130 for KeyboardInterrupt, else 1.
     """
 
     def __enter__(self) -> None:
@@ -54,7 +54,7 @@ class report_errors:
 
 
 def leave_word(failure: Failure) -> bool:
-    """Records how this rank ends for whoever started it; False where that was neither `launch` nor `parallel.torchrun`.
+    """Records how this rank ends for whoever started it; False where that was none who looks for it.
 
     Torchrun shows in its summary what it finds in a file that it names.
     """
@@ -98,7 +98,7 @@ def log_file(folder: Path, rank: int) -> Path:
 def report(failure: Failure, folder: Path) -> None:
     """Prints the last lines of the rank's file, its traceback, and in one line what it was."""
     if failure.kind == "UsageError":
-        print(f"moe-rl: error: {' '.join(failure.message.split())}", file=sys.stderr)
+        print(headline(failure), file=sys.stderr)
         return
     path = log_file(folder, failure.rank)
     tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:] if path.exists() else []
@@ -106,5 +106,19 @@ def report(failure: Failure, folder: Path) -> None:
         print(f"last lines of rank {failure.rank}:", *tail, sep="\n  ", file=sys.stderr)
     if failure.traceback:
         print(failure.traceback.rstrip(), file=sys.stderr)
+    print(headline(failure), file=sys.stderr)
+
+
+def headline(failure: Failure) -> str:
+    """What it was, in one line."""
+    message = " ".join(failure.message.split())
+    if failure.kind == "UsageError":
+        return f"moe-rl: error: {message}"
     colon = ":" if failure.traceback or failure.kind == HANG else ""
-    print(f"rank {failure.rank} failed first: {failure.kind}{colon} {failure.message}", file=sys.stderr)
+    return f"rank {failure.rank} failed first: {failure.kind}{colon} {message}"
+
+
+def leave_signals_to_ranks() -> None:
+    """In a process that starts ranks where SIGUSR1 and SIGTERM reach each of them anyway."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: a rank that does not listen yet must not die of it
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # not inherited: it is how ranks are ended when one has failed

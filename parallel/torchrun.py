@@ -1,21 +1,23 @@
 """torchrun for jobs that are to save when they are told to: `python -m parallel.torchrun LOGS [arguments of torchrun]`.
 
-Torchrun alone dies of SIGUSR1, kills its ranks 30 seconds after SIGTERM, and turns whatever happens into exit code 1. Here
-both signals are left to the ranks (Slurm sends them to every process of a step), the exit code is that of the rank which
-failed first, and that rank's error is shown, by its node alone. LOGS: a folder that all nodes see; ranks leave their errors in
-it, and what they print is expected there as rank_N.log.
+Torchrun alone dies of SIGUSR1, waits half a minute for ranks that hang when one has failed, and turns whatever happens into
+exit code 1. Here both signals are left to the ranks (Slurm sends them to every process of a step), the exit code is that of the
+rank which failed first, and that rank's error is shown, once in the job. LOGS: a folder that all nodes see; ranks leave their
+errors in it, and what they print is expected there as rank_N.log.
 """
 
+import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.failures import ERROR_DIR, SAVED, Failure, recorded, report, wordless, write
+from parallel.conclusion import GRACE_SECONDS, conclude
+from parallel.failures import ERROR_DIR, SAVED, leave_signals_to_ranks
 
-_SETTLE_SECONDS = 2.0
+_CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported
 _LEFT_TO_RANKS = ("--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT")
 
 
@@ -24,42 +26,33 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(arguments[0])
     folder.mkdir(parents=True, exist_ok=True)
     os.environ[ERROR_DIR] = str(folder)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: a rank that does not listen yet must not die of it
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # not inherited: torchrun ends ranks by it when one fails
+    leave_signals_to_ranks()
+    # When another node's torchrun has gone, this one's C++ side prints a page about it; ranks have their own level again.
+    level = os.environ.get(_CPP_LEVEL)
+    os.environ[_CPP_LEVEL] = level or "ERROR"
     from torch.distributed import run
+    from torch.distributed.elastic import multiprocessing as started
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    try:
-        run.main([*_LEFT_TO_RANKS, *arguments[1:]])
-    except ChildFailedError as error:
-        return conclude({rank: (one.exitcode, one.timestamp) for rank, one in error.failures.items()}, folder)
+    if level is None:
+        del os.environ[_CPP_LEVEL]
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.getLogger(f"{started.__name__}.api").addFilter(lambda record: f"(exitcode: {SAVED})" not in record.getMessage())
+
+    # torch 2.14 has --shutdown-timeout, but not for the ranks that are left when one has failed
+    class Context(started.SubprocessContext):
+        def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:
+            super()._close(death_sig, int(GRACE_SECONDS))
+
+    started.SubprocessContext = Context
+    with tempfile.TemporaryDirectory(prefix="moe-rl-") as scratch:  # torchrun's own files, which it would leave
+        words = ["--log-dir", scratch, *_LEFT_TO_RANKS, *arguments[1:]]
+        try:
+            run.main(words)
+        except ChildFailedError as error:
+            nodes = int(run.parse_args(words).nnodes.split(":")[-1])
+            return conclude({rank: (one.exitcode, one.timestamp) for rank, one in error.failures.items()}, folder, nodes)
     return 0
-
-
-def conclude(ended: Mapping[int, tuple[int, float]], folder: Path) -> int:
-    """Says what went wrong, if it began on this node, and returns the exit code of the first failure of this node.
-
-    ended: of this node's failed ranks the exit code (negative: the signal) and when that was seen, in whole seconds.
-    """
-    # torchrun ends what still runs by SIGTERM: that is never how it began
-    ended = {rank: how for rank, how in ended.items() if how[0] != -signal.SIGTERM} or ended
-    if all(code == SAVED for code, _ in ended.values()):
-        return SAVED
-    spoken = {failure.rank for failure in recorded(folder)}
-    for rank, (code, seen) in ended.items():
-        if rank not in spoken:
-            write(folder, wordless(rank, code, seen))
-    time.sleep(_SETTLE_SECONDS)  # until the other nodes' ranks have left their word
-    failures = sorted(recorded(folder), key=_order)
-    if failures[0].rank in ended:
-        report(failures[0], folder)
-    else:
-        print(f"ranks {', '.join(map(str, sorted(ended)))} ended after rank {failures[0].rank} had failed", file=sys.stderr)
-    return next(failure.exit_code for failure in failures if failure.rank in ended)
-
-
-def _order(failure: Failure) -> tuple[float, int]:
-    return failure.time, failure.rank
 
 
 if __name__ == "__main__":

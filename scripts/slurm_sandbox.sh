@@ -58,13 +58,17 @@ SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=1
 JobRequeue=1
 KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 CONF
     local i
     for i in $(seq "$nodes"); do
         echo "NodeName=n$i NodeHostname=localhost NodeAddr=127.0.0.1 Port=$((port + i)) CPUs=2 RealMemory=4000 State=UNKNOWN"
     done >>"$folder/slurm.conf"
-    echo "PartitionName=debug Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO" >>"$folder/slurm.conf"
+    local common="Nodes=n[1-$nodes] MaxTime=INFINITE State=UP OverSubscribe=NO"
+    echo "PartitionName=debug Default=YES $common GraceTime=60" >>"$folder/slurm.conf"
+    echo "PartitionName=urgent $common PriorityTier=10 PreemptMode=off" >>"$folder/slurm.conf"
 }
 
 up() {

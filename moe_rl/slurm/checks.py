@@ -99,11 +99,12 @@ def _check_paths(section: SlurmSection, python: str) -> None:
 
 def _notes_on_saving(settings: RunConfig) -> Iterator[str]:
     section, every = settings.slurm, settings.checkpoint.every
+    steps = settings.run.steps if section.command == "train" else settings.sft.steps
     signalled = f", or {section.signal_seconds} seconds before the time limit" if section.signal_seconds else ""
-    if settings.run.steps and not every:
+    if steps and not every:
         yield (
             f"checkpoint.every=0: the run saves at its end{signalled}; a crash or a lost node costs all its steps, "
-            f"{settings.run.steps} at most; set checkpoint.every"
+            f"{steps} at most; set checkpoint.every"
         )
     if section.time is None:
         yield "slurm.time: not set, so the limit is the partition's own; a shorter one often starts sooner"
@@ -121,7 +122,7 @@ def _notes_on_saving(settings: RunConfig) -> Iterator[str]:
 
 def _seconds_a_step(settings: RunConfig) -> float | None:
     """What the run's last steps took, where there are some."""
-    path = settings.directory / FILES["train"]
+    path = settings.directory / FILES[settings.slurm.command]
     lines = read_steps(path)[-_RECENT_STEPS:] if path.exists() else []
     times = [line["time/step_seconds"] for line in lines if line.get("time/step_seconds")]
     return sum(times) / len(times) if times else None

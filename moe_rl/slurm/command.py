@@ -32,7 +32,7 @@ def slurm(arguments: argparse.Namespace, preflight: Preflight) -> int:
     for run in runs:
         checks.check(run, job.processes, job.python)
     for run in {run.model_copy(update={"run": settings.run}).model_dump_json(): run for run in runs}.values():
-        preflight(run, "train")  # once for all seeds
+        preflight(run, run.slurm.command)  # once for all seeds
     if arguments.submit and shutil.which("sbatch") is None:
         raise UsageError("sbatch: is not on the PATH; call moe-rl slurm --submit where jobs are submitted, on a login node")
     for note in dict.fromkeys(note for run in runs for note in checks.notes(run, job.processes)):

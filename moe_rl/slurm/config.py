@@ -35,6 +35,7 @@ class SlurmSection(Section):
     """Everything else that sbatch, srun and torchrun know goes into the lists of lines; they come last and therefore win."""
 
     dir: Path = Field(default=Path("slurm"), description="scripts, their settings and logs go to slurm.dir/run.name")
+    command: Literal["train", "sft"] = Field(default="train", description="what the job runs: moe-rl train or moe-rl sft")
     nodes: PositiveInt = 1
     gpus_per_node: NonNegativeInt = Field(default=0, description="0: a CPU cluster")
     processes_per_node: PositiveInt | None = Field(

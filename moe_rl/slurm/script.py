@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.slurm.config import SlurmSection
+from parallel.conclusion import ENDED
 from parallel.failures import SAVED
 
 _PLAIN = re.compile(r"[\w./:,%=@+\[\]&|()*#-]+")
-_WAIT_SECONDS = 30  # from the first rank that ends to the end of all
 _PORTS = range(20000, 30000)  # below those that the kernel gives to outgoing connections
 
 
@@ -164,7 +164,7 @@ def _run(job: Job) -> list[str]:
     cpus = job.cpus if by_srun else job.cpus * job.processes
     words = [
         f"--nodes={section.nodes} --ntasks-per-node={tasks} --cpus-per-task={cpus}",
-        f"--kill-on-bad-exit=0 --wait={_WAIT_SECONDS}",
+        "--kill-on-bad-exit=1 --wait=0",
         *_container(job),
         *map(shlex.quote, section.srun),
     ]
@@ -176,17 +176,18 @@ def _run(job: Job) -> list[str]:
             *map(shlex.quote, section.torchrun),
             "--no-python",
         ]
-    words += ['bash -c "$rank" "$logs"', '"$python" -P -m moe_rl.cli train "$settings" &']
+    else:
+        words.append('"$python" -P -m parallel.one_rank "$logs"')
+    words += ['bash -c "$rank" "$logs"', f'"$python" -P -m moe_rl.cli {section.command} "$settings" &']
     return [
-        f"# One task a {'rank' if by_srun else 'node, which starts its ranks'}. Not killed at the first failure, so that it can"
-        f" be told; {_WAIT_SECONDS} seconds later.",
+        f"# One task a {'rank' if by_srun else 'node, which starts its ranks'}. One that fails says why, and ends the others.",
         *(
             f"{'' if i == 0 else '    '}{'srun ' * (i == 0)}{word}{' \\' * (i < len(words) - 1)}"
             for i, word in enumerate(words)
         ),
         "step=$!",
         "# A signal ends `wait` early; 127: it had already been told.",
-        "code=0",
+        "code=0 why=",
         "while :; do",
         "    signalled=",
         '    wait "$step"',
@@ -195,6 +196,8 @@ def _run(job: Job) -> list[str]:
         '    [ -n "$signalled" ] || break',
         '    echo "job $job: SIGUSR1, passed on to the run"',
         "done",
+        "# What the ranks say of it, where they could: the code of the one that failed first, and why.",
+        f'[ ! -s "$logs/{ENDED}" ] || read -r code why <"$logs/{ENDED}"',
     ]
 
 
@@ -216,7 +219,7 @@ def _end(job: Job) -> list[str]:
         f'if [ "$code" -eq {SAVED} ]; then',
         *then,
         'elif [ "$code" -ne 0 ]; then',
-        '    echo "job $job: ended with code $code"',
+        '    echo "job $job: ended with code $code${why:+: $why}"',
         "fi",
         'exit "$code"',
     ]

@@ -4,6 +4,8 @@ import os
 import time
 from pathlib import Path
 
+from parallel.launch import launched_world
+
 
 def share_of_even(response: str, answer: str) -> float:
     """The share of characters with an even code."""
@@ -20,13 +22,33 @@ def worth(response: str, answer: str) -> float:
     return float(answer)
 
 
+def waits_on_rank_1(response: str, answer: str) -> float:
+    """Right, except that on rank 1 it never says so."""
+    return wait_for_ever() if _rank() == 1 else 1.0
+
+
+def fails_on_rank_1(response: str, answer: str) -> float:
+    """On other ranks it never answers. A file of that name tells since when."""
+    if _rank() != 1:
+        return wait_for_ever()
+    Path("failed_on_rank_1").touch()
+    raise ValueError("no answer from the judge")
+
+
 def stuck_on_rank_1(response: str, answer: str) -> float:
     """Right, except that on rank 1 it never says so. The file that `answer` names tells since when."""
-    if os.environ["RANK"] == "1":
+    if _rank() == 1:
         Path(answer).touch()
         wait_for_ever()
     return 1.0
 
 
-def wait_for_ever() -> None:
+def wait_for_ever() -> float:
+    """Signals do not end it: some are heard, and it sleeps on."""
     time.sleep(600)
+    return 0.0
+
+
+def _rank() -> int:
+    world = launched_world(os.environ)
+    return world.rank if world else 0

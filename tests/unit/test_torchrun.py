@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.failures import Failure, recorded, wordless, write
-from parallel.torchrun import conclude
+from parallel.failures import recorded
 
 ROOT = Path(__file__).parents[2]
 RANK = """import os, signal, sys, time
@@ -84,21 +83,23 @@ def test_signals_are_the_ranks_own(tmp_path: Path, number: signal.Signals) -> No
     assert process.returncode == 75
 
 
-def test_what_torchrun_ended_itself_is_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    now = time.time()
-    assert conclude({0: (75, int(now)), 1: (-signal.SIGTERM, int(now))}, tmp_path) == 75
-    write(tmp_path, Failure(now, 0, "UsageError", "run.steps=x: bad", "a traceback", 2))
-    assert conclude({0: (2, int(now)), 1: (-signal.SIGTERM, int(now))}, tmp_path) == 2
-    assert capsys.readouterr().err == "moe-rl: error: run.steps=x: bad\n"
-
-
-def test_of_two_nodes_the_one_where_it_began_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 1 was killed; rank 0, on another node, then lost its connection and left word of that."""
-    now = time.time()
-    write(tmp_path, Failure(now, 0, "RuntimeError", "connection closed", "a traceback", 1))
-    write(tmp_path, wordless(1, -9, float(int(now) - 1)))
-    assert conclude({0: (1, int(now))}, tmp_path) == 1
-    assert capsys.readouterr().err == "ranks 0 ended after rank 1 had failed\n"
-    assert conclude({1: (-9, int(now) - 1)}, tmp_path) == 137
-    assert "rank 1 failed first: killed by signal SIGKILL (out of memory?)" in capsys.readouterr().err
-    assert len(recorded(tmp_path)) == 2
+def test_ranks_that_hang_are_ended_when_one_has_failed(tmp_path: Path) -> None:
+    """They hear SIGTERM as a wish to save, and are stuck."""
+    body = """
+    with report_errors():
+        if rank == 1:
+            raise ValueError("the cause")
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            time.sleep(1)
+    """
+    process = start(tmp_path, body)
+    while not recorded(tmp_path / "logs"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 1 failed first: ValueError: the cause" in err
+    assert time.monotonic() - began < 20
+    assert (tmp_path / "logs" / "ended").read_text() == "1 rank 1 failed first: ValueError: the cause\n"

@@ -38,9 +38,9 @@ echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RES
 step= signalled=
 trap 'signalled=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
 
-# One task a node, which starts its ranks. Not killed at the first failure, so that it can be told; 30 seconds later.
+# One task a node, which starts its ranks. One that fails says why, and ends the others.
 srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=64 \
-    --kill-on-bad-exit=0 --wait=30 \
+    --kill-on-bad-exit=1 --wait=0 \
     --container-image='registry#moe:1' \
     --container-mounts=/home/me/work:/home/me/work,/home/me/work/slurm/one:/home/me/work/slurm/one,/data:/data:ro --container-workdir=/home/me/work \
     "$python" -P -m parallel.torchrun "$logs" \
@@ -51,7 +51,7 @@ srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=64 \
     "$python" -P -m moe_rl.cli train "$settings" &
 step=$!
 # A signal ends `wait` early; 127: it had already been told.
-code=0
+code=0 why=
 while :; do
     signalled=
     wait "$step"
@@ -60,10 +60,12 @@ while :; do
     [ -n "$signalled" ] || break
     echo "job $job: SIGUSR1, passed on to the run"
 done
+# What the ranks say of it, where they could: the code of the one that failed first, and why.
+[ ! -s "$logs/ended" ] || read -r code why <"$logs/ended"
 
 if [ "$code" -eq 75 ]; then
     echo "job $job: saved; submit this script again and it goes on from there"
 elif [ "$code" -ne 0 ]; then
-    echo "job $job: ended with code $code"
+    echo "job $job: ended with code $code${why:+: $why}"
 fi
 exit "$code"

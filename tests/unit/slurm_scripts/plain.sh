@@ -38,9 +38,9 @@ echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RES
 step= signalled=
 trap 'signalled=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
 
-# One task a node, which starts its ranks. Not killed at the first failure, so that it can be told; 30 seconds later.
+# One task a node, which starts its ranks. One that fails says why, and ends the others.
 srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=8 \
-    --kill-on-bad-exit=0 --wait=30 \
+    --kill-on-bad-exit=1 --wait=0 \
     "$python" -P -m parallel.torchrun "$logs" \
     --nnodes=2 --nproc-per-node=1 --max-restarts=0 \
     --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$job" \
@@ -49,7 +49,7 @@ srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=8 \
     "$python" -P -m moe_rl.cli train "$settings" &
 step=$!
 # A signal ends `wait` early; 127: it had already been told.
-code=0
+code=0 why=
 while :; do
     signalled=
     wait "$step"
@@ -58,11 +58,13 @@ while :; do
     [ -n "$signalled" ] || break
     echo "job $job: SIGUSR1, passed on to the run"
 done
+# What the ranks say of it, where they could: the code of the one that failed first, and why.
+[ ! -s "$logs/ended" ] || read -r code why <"$logs/ended"
 
 if [ "$code" -eq 75 ]; then
     echo "job $job: saved, and queued again; it goes on from there"
     scontrol requeue "$SLURM_JOB_ID"
 elif [ "$code" -ne 0 ]; then
-    echo "job $job: ended with code $code"
+    echo "job $job: ended with code $code${why:+: $why}"
 fi
 exit "$code"

@@ -1,0 +1,75 @@
+"""How a job ends whose ranks were started by several agents: one on each node, or one for each rank.
+
+Agents meet in a folder that all of them see. There ranks have left their errors (parallel/failures.py), and there stands in
+the end, in one line, how the job ended: an exit code, and why. Whoever started the agents may end them as soon as one has gone:
+none goes before this is known. Imports no torch.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from signal import SIGTERM
+
+from parallel.failures import SAVED, Failure, headline, recorded, report, wordless, write
+
+ENDED = "ended"  # in the folder: "137 rank 1 failed first: killed by signal SIGKILL"
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL for the ranks of a node on which one has failed
+_SETTLE_SECONDS = GRACE_SECONDS + 2.0  # until the node where it began has said so
+_SAVED_SECONDS = 300.0  # until the main rank has closed its files after a save
+_TELL_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+
+def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int) -> int:
+    """Of one agent whose ranks have ended and did not all succeed: the exit code of the one that failed first.
+
+    ended: of each failed rank the exit code (negative: the signal), and the last time when it may have lived. agents: how many
+    the job has. The first agent here that knows says what went wrong, wherever it began.
+    """
+    # the others of a node are ended by SIGTERM when one has failed: that is never how it began
+    ended = {rank: how for rank, how in ended.items() if how[0] != -SIGTERM} or ended
+    spoken = {failure.rank for failure in recorded(folder)}
+    for rank, (code, seen) in ended.items():
+        if rank not in spoken and code != SAVED:
+            write(folder, wordless(rank, code, seen))
+    (folder / f"agent_of_{min(ended)}").touch()
+    # A rank that ends so was asked to, and what it knows is saved: where others broke off in that, nothing is lost.
+    if any(code == SAVED for code, _ in ended.values()):
+        _say_how(folder, f"{SAVED} saved")
+    _wait(lambda: len([*folder.glob("agent_of_*")]) >= agents, _SAVED_SECONDS if _is_saved(folder) else _SETTLE_SECONDS)
+    if _is_saved(folder):
+        return SAVED
+    failures = sorted(recorded(folder), key=lambda one: (one.time, one.rank))
+    _tell(failures[0], folder)
+    return next(failure.exit_code for failure in failures if failure.rank in ended)
+
+
+def _tell(first: Failure, folder: Path) -> None:
+    """Of several agents one reports, and the others wait for it."""
+    with contextlib.suppress(FileExistsError):
+        (folder / "telling").touch(exist_ok=False)
+        report(first, folder)
+        sys.stderr.flush()
+        _say_how(folder, f"{first.exit_code} {headline(first)}")
+        return
+    _wait(lambda: (folder / ENDED).exists(), _TELL_SECONDS)
+
+
+def _say_how(folder: Path, line: str) -> None:
+    part = folder / f".{ENDED}.{os.getpid()}"
+    part.write_text(f"{line}\n", encoding="utf-8")
+    part.replace(folder / ENDED)
+
+
+def _is_saved(folder: Path) -> bool:
+    path = folder / ENDED
+    return path.exists() and path.read_text(encoding="utf-8").startswith(f"{SAVED} ")
+
+
+def _wait(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,34 @@
+"""One rank that srun starts, and how it ended: `python -m parallel.one_rank LOGS COMMAND ...`. As parallel/torchrun.py, but for
+a rank instead of a node. Imports no torch.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel.conclusion import conclude
+from parallel.failures import ERROR_DIR, leave_signals_to_ranks
+from parallel.launch import World, launched_world
+
+_POLL_SECONDS = 0.1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command to its end; the exit code."""
+    folder = Path(arguments[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    world = launched_world(os.environ) or World(rank=0, size=1, local_rank=0)
+    leave_signals_to_ranks()
+    process = subprocess.Popen(arguments[1:], env=os.environ | {ERROR_DIR: str(folder)})
+    looked = time.time()
+    while (code := process.poll()) is None:
+        looked = time.time()
+        time.sleep(_POLL_SECONDS)
+    return conclude({world.rank: (code, looked)}, folder, world.size) if code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
