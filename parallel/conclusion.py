@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import SIGTERM
 
-from parallel.failures import SAVED, Failure, headline, recorded, report, wordless, write
+from parallel.failures import CLOSING_SECONDS, SAVED, Failure, headline, recorded, report, wordless, write
 
 ENDED = "ended"  # in the folder: "137 rank 1 failed first: killed by signal SIGKILL"
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL for the ranks of a node on which one has failed
 _SETTLE_SECONDS = GRACE_SECONDS + 2.0  # until the node where it began has said so
-_SAVED_SECONDS = 300.0  # until the main rank has closed its files after a save
 _TELL_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
@@ -39,7 +38,7 @@ def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int) 
     # A rank that ends so was asked to, and what it knows is saved: where others broke off in that, nothing is lost.
     if any(code == SAVED for code, _ in ended.values()):
         _say_how(folder, f"{SAVED} saved")
-    _wait(lambda: len([*folder.glob("agent_of_*")]) >= agents, _SAVED_SECONDS if _is_saved(folder) else _SETTLE_SECONDS)
+    wait_until(lambda: len([*folder.glob("agent_of_*")]) >= agents, CLOSING_SECONDS if _is_saved(folder) else _SETTLE_SECONDS)
     if _is_saved(folder):
         return SAVED
     failures = sorted(recorded(folder), key=lambda one: (one.time, one.rank))
@@ -55,7 +54,7 @@ def _tell(first: Failure, folder: Path) -> None:
         sys.stderr.flush()
         _say_how(folder, f"{first.exit_code} {headline(first)}")
         return
-    _wait(lambda: (folder / ENDED).exists(), _TELL_SECONDS)
+    wait_until(lambda: (folder / ENDED).exists(), _TELL_SECONDS)
 
 
 def _say_how(folder: Path, line: str) -> None:
@@ -69,7 +68,8 @@ def _is_saved(folder: Path) -> bool:
     return path.exists() and path.read_text(encoding="utf-8").startswith(f"{SAVED} ")
 
 
-def _wait(holds: Callable[[], bool], seconds: float) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    """So long at most."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

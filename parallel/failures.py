@@ -15,6 +15,7 @@ from parallel.errors import UsageError
 
 ERROR_DIR = "MOE_RL_ERROR_DIR"
 SAVED = 75  # a run's exit code after a save that a signal asked for (EX_TEMPFAIL of sysexits.h): the same command goes on
+CLOSING_SECONDS = 120.0  # from the first rank that has ended so to the last: files are closed, and trackers upload
 HANG = "hang"  # a kind of failure
 _TAIL_LINES = 20
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from parallel.failures import ERROR_DIR, SAVED, Failure, log_file, recorded, report, wordless
+from parallel.failures import CLOSING_SECONDS, ERROR_DIR, SAVED, Failure, log_file, recorded, report, wordless
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
@@ -70,7 +70,7 @@ def launch(command: list[str], processes: int, threads: int, saving_seconds: flo
     Rank 0 prints as it goes. What the others print is shown only at the end, its last lines, for the rank that failed first.
     That rank's error comes last on stderr and its exit code is returned: 128 + n after signal n. Interrupted: 130 (SIGINT),
     143 (SIGTERM). With saving_seconds, SIGTERM and SIGUSR1 go on to the processes, which have that long to save and end: 75
-    where all did, or had nothing to save yet. No process outlives the launcher, even one that is killed.
+    where they did, or had nothing to save yet. No process outlives the launcher, even one that is killed.
     """
     with tempfile.TemporaryDirectory(prefix="moe-rl-") as name, _signals() as received:
         folder = Path(name)
@@ -120,25 +120,32 @@ def _start(workers: list[subprocess.Popen[bytes]], command: list[str], processes
 def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[int], saving_seconds: float) -> Failure | None:
     """Waits until every worker succeeded (None), one failed (what is known of it so far), or a signal came that ends them
     (None)."""
-    looked, handed_on, deadline = time.time(), 0, math.inf
+    looked, handed_on, deadline, closing = time.time(), 0, math.inf, None
     while True:
         for number in received[handed_on:]:
             if number not in SAVING_SIGNALS or handed_on or not saving_seconds:
                 return None
             _signal(workers, signal.Signals(number))
             handed_on, deadline = handed_on + 1, time.monotonic() + saving_seconds
+        looking = time.time()
+        codes = [worker.poll() for worker in workers]
+        if SAVED in codes:  # it was asked to end: it had nothing to save, or has saved with the others, who end too
+            if closing is None:
+                closing = time.monotonic() + CLOSING_SECONDS
+            if None not in codes or time.monotonic() > closing:
+                return Failure(looked, 0, _SAVED, "", "", SAVED)
+            time.sleep(_POLL_SECONDS)
+            continue
         if time.monotonic() > deadline:
             print(f"moe-rl: not saved within {saving_seconds:.0f} s of the signal", file=sys.stderr)
             return None
-        looking = time.time()
-        codes = [worker.poll() for worker in workers]
-        if all(code == SAVED for code in codes):
-            return Failure(looked, 0, _SAVED, "", "", SAVED)
         if handed_on and any(code == -received[0] for code in codes):  # it had not begun to listen: nothing is lost
             return Failure(looked, 0, _SAVED, "", "", SAVED)
-        if any(folder.glob("rank_*.json")) or any(code not in (None, 0, SAVED) for code in codes):
+        if any(folder.glob("rank_*.json")) or any(code not in (None, 0) for code in codes):
             # Poll again: whatever made a rank speak or die had happened by now.
             codes = [worker.poll() for worker in workers]
+            if codes.count(SAVED):  # and what others say follows from its end
+                continue
             failures = recorded(folder)
             spoken = {failure.rank for failure in failures}
             failures += [wordless(rank, code, looked) for rank, code in enumerate(codes) if code and rank not in spoken]

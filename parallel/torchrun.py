@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.conclusion import GRACE_SECONDS, conclude
-from parallel.failures import ERROR_DIR, SAVED, leave_signals_to_ranks
+from parallel.conclusion import GRACE_SECONDS, conclude, wait_until
+from parallel.failures import CLOSING_SECONDS, ERROR_DIR, SAVED, leave_signals_to_ranks
 
 _CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported
 _LEFT_TO_RANKS = ("--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT")
@@ -42,6 +42,9 @@ def main(arguments: Sequence[str]) -> int:
     # torch 2.14 has --shutdown-timeout, but not for the ranks that are left when one has failed
     class Context(started.SubprocessContext):
         def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:
+            ranks = [handler.proc for handler in self.subprocess_handlers.values()]
+            if SAVED in [rank.poll() for rank in ranks]:  # the others end too, as soon as their files are closed
+                wait_until(lambda: None not in [rank.poll() for rank in ranks], CLOSING_SECONDS)
             super()._close(death_sig, int(GRACE_SECONDS))
 
     started.SubprocessContext = Context

@@ -13,7 +13,11 @@ import pytest
 from parallel.launch import launched_world
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = "import sys; from parallel.launch import launch; sys.exit(launch([sys.executable, sys.argv[1]], int(sys.argv[2]), 1))"
+LAUNCH = """import sys
+from parallel import launch
+launch.CLOSING_SECONDS = 1.0
+sys.exit(launch.launch([sys.executable, sys.argv[1]], int(sys.argv[2]), 1))
+"""
 WORKER = """import os, signal, sys, time
 from parallel.errors import UsageError
 from parallel.failures import report_errors
@@ -211,6 +215,16 @@ def test_a_signal_ends_all(tmp_path: Path, number: int, code: int) -> None:
     assert process.returncode == code
     assert err == f"moe-rl: stopped by {signal.Signals(number).name}\n"
     assert_gone(pids, 0)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("other", ["sys.exit(75)", "raise RuntimeError('connection closed')", "time.sleep(60)"])
+def test_a_rank_that_ends_as_one_that_has_saved_ends_the_run(tmp_path: Path, first: int, other: str) -> None:
+    """The others end so too, or break off because it has gone, or wait for it in vain."""
+    body = f"with report_errors():\n    if rank == {first}:\n        sys.exit(75)\n    time.sleep(0.2)\n    {other}"
+    code, out, err, seconds = run(tmp_path, body)
+    assert (code, out, err) == (75, "", "")
+    assert ("sleep(60)" in other) == (seconds > 1) and seconds < 10
 
 
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
