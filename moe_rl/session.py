@@ -2,9 +2,10 @@
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -12,6 +13,7 @@ from models import build
 from models.model import MoEModel
 from moe_rl import config as configuration
 from moe_rl import rundir
+from moe_rl.cluster import as_text
 from moe_rl.config import RunConfig
 from moe_rl.identity import identity
 from moe_rl.rollouts.embedded import EmbeddedEngine
@@ -22,7 +24,7 @@ from moe_rl.types import Sampling
 from parallel import runtime
 from parallel.errors import UsageError
 from parallel.groups import Groups, process_groups
-from parallel.preflight import preflight
+from parallel.preflight import RankReport, preflight
 from parallel.runtime import Runtime
 from parallel.watchdog import Watchdog
 
@@ -93,7 +95,7 @@ def opened(
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(process_groups(config.parallel))
             directory = config.directory / EVALUATIONS if evaluates else config.directory
-            warnings = preflight(groups, here)[1] if run.preflight and here.world_size > 1 else []
+            reports, warnings = preflight(groups, here) if run.preflight and here.world_size > 1 else ([], [])
             watchdog = Watchdog(run.hang_seconds, directory, here)
             stack.enter_context(watchdog.watching())
             task, tokenizer = build_task(config.task, trains=not evaluates), build_tokenizer(config.model.tokenizer)
@@ -105,6 +107,8 @@ def opened(
                 tracker = stack.enter_context(Tracker(config.tracking, directory, resolved, steps))
                 if moved:
                     tracker.print(moved)
+                if reports and not evaluates:
+                    tracker.print(_written(reports, warnings, directory / "preflight.txt"))
             dist.barrier()  # nobody looks for checkpoints before
             engine = EmbeddedEngine(model, config.rollout.max_batch, tokenizer.decode, watchdog.progress)
             session = Session(config, here, groups, model, task, tokenizer, engine, tracker, watchdog.progress)
@@ -112,6 +116,13 @@ def opened(
                 session.say(f"note: {note}")
             with _one_line_on_a_full_disk(config):
                 yield session
+
+
+def _written(reports: Sequence[RankReport], warnings: Sequence[str], path: Path) -> str:
+    """A line about the preflight, whose findings are now in the file."""
+    path.write_text(as_text(reports, warnings) + "\n", encoding="utf-8")
+    nodes = len({report.host for report in reports})
+    return f"preflight: {len(reports)} ranks on {nodes} node{'s' * (nodes > 1)}, every group works; {path}"
 
 
 @contextlib.contextmanager

@@ -48,6 +48,11 @@ def launched_world(env: Mapping[str, str]) -> World | None:
     return None
 
 
+def node_name() -> str:
+    """This machine as its cluster calls it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 @contextlib.contextmanager
 def saving_signals_end() -> Iterator[None]:
     """Within the block SIGTERM and SIGUSR1 end this process with the code of a run that has saved: there is nothing new yet."""

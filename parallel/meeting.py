@@ -1,7 +1,6 @@
 """Where the ranks of a run meet, and who has not come."""
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.errors import UsageError
-from parallel.launch import World
+from parallel.launch import World, node_name
 
 MEETING_SECONDS = 600.0  # nodes of one job may start minutes apart
 
@@ -29,7 +28,7 @@ def met(world: World, seconds: float, rendezvous: Path | None = None) -> Store:
         tcp = TCPStore(address, port, world.size, main, timeout, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
         raise UsageError(
-            f"MASTER_ADDR={address}, MASTER_PORT={port}: rank {world.rank} on {socket.gethostname()} does not reach rank 0 "
+            f"MASTER_ADDR={address}, MASTER_PORT={port}: rank {world.rank} on {node_name()} does not reach rank 0 "
             f"there within {seconds:.0f} s: {str(error).splitlines()[0]}; look at that node, its name and its firewall"
         ) from error
     store = PrefixStore(f"moe_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)

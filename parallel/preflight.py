@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import socket
 import statistics
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from torch.cuda.nccl import version as nccl_version
 from parallel.alarm import Alarm
 from parallel.errors import UsageError
 from parallel.groups import Groups
+from parallel.launch import node_name
 from parallel.runtime import Runtime
 from parallel.watchdog import ranks_text
 
@@ -56,7 +56,7 @@ def preflight(
     Raises UsageError, on all ranks, where they have different versions, and where a collective gives a wrong result. Where it
     is not done in time (seconds, at most), the processes end with code 2 and name the silent ranks or the stuck group.
     """
-    host = host or socket.gethostname()
+    host = host or node_name()
     alarm = Alarm(here, host, seconds)
     with alarm.armed():
         alarm.stage("first meeting of all ranks")
@@ -131,7 +131,7 @@ def _median(
             ranks = ranks_text(sorted(dist.get_process_group_ranks(group)))
             raise UsageError(
                 f"preflight: {work.__name__.strip('_')} in the {name} group of {ranks} came out wrong at rank {here.rank} on "
-                f"{socket.gethostname()}; leave that node out of the job"
+                f"{node_name()}; leave that node out of the job"
             )
     return statistics.median(seconds)
 

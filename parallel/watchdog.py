@@ -4,7 +4,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel.failures import HANG, Failure, leave_word
+from parallel.launch import node_name
 from parallel.runtime import Runtime, side_store
 
 HANG_EXIT_CODE = 70
@@ -113,7 +113,7 @@ class Watchdog:
                 file = stack.enter_context((folder / f"rank_{self._here.rank:05d}.txt").open("w", encoding="utf-8"))
             except OSError:
                 file = sys.stderr
-            print(f"rank {self._here.rank} on {socket.gethostname()}, process {os.getpid()}, {headline}", file=file, flush=True)
+            print(f"rank {self._here.rank} on {node_name()}, process {os.getpid()}, {headline}", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
 
 

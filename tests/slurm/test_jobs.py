@@ -51,7 +51,12 @@ def test_two_nodes_compute_what_two_processes_do(
     shown = job.wait("COMPLETED")
     assert shown["NumNodes"] == "2"
     assert runs.steps(launcher) == alone[:5]
-    assert "step 4/4" in job.text()
+    preflight = runs.folder / launcher / "preflight.txt"
+    assert f"preflight: 2 ranks on 2 nodes, every group works; {preflight}\n" in job.text() and "step 4/4" in job.text()
+    assert [line.split()[:2] for line in preflight.read_text().splitlines()[1:3]] in (
+        [["0", "n1"], ["1", "n2"]],
+        [["0", "n2"], ["1", "n1"]],
+    )
     assert (job.log.with_suffix("") / "rank_1.log").is_file()
 
 
