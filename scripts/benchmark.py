@@ -5,8 +5,8 @@
 Rows: an update (loss, drift and metrics included) against a bare forward, cross-entropy, backward and optimizer step of the
 same model on the same tokens; routing replay; the losses, and RSPO's router shift; what a reference and a critic add in memory;
 the instruments in whole training steps, in most of them, in those that are looked at closely, and with everything on every
-token; and log-probabilities in chunks against all at once, by time and by peak memory. A ratio is the median over rounds of the
-ratio of neighbours in time.
+token; checkpoints; and log-probabilities in chunks against all at once, by time and by peak memory. A ratio is the median over
+rounds of the ratio of neighbours in time.
 """
 
 import gc
@@ -30,7 +30,8 @@ from models.optimizer import Optimizer
 from moe_rl import config as configuration
 from moe_rl.algorithms.config import AlgorithmSection
 from moe_rl.algorithms.table import ALGORITHMS
-from moe_rl.config import DriftSection, ReplaySection, RunConfig
+from moe_rl.checkpoint import Saver, intact
+from moe_rl.config import CheckpointSection, DriftSection, ReplaySection, RunConfig
 from moe_rl.critic import Critic
 from moe_rl.preparation import prepare
 from moe_rl.reference import Reference
@@ -64,6 +65,7 @@ def main() -> None:
     table = Table("what", "median", "of", "median", "ratio", title=f"updates: {SEQUENCES} x {PROMPT + RESPONSE} tokens")
     updates(config, table)
     steps(root, overrides, table)
+    saves(root, overrides, table)
     logprob_memory(table)
     Console(width=120).print(table)
 
@@ -149,7 +151,7 @@ def steps(root: Path, overrides: list[str], table: Table) -> None:
             def step(*more: str) -> Callable[[], Any]:
                 trainer = Trainer(replace(session, config=load(*more)))
                 trainer.optimizer = optimizer
-                return lambda: trainer.step(trainer.progress.step + 1)
+                return lambda: trainer.step(trainer.begin_step(trainer.progress.step + 1))
 
             off = step("drift.enabled=false", "drift.watch.enabled=false")
             between = row(table, "step, drift at defaults, not looked at closely", step(*plain), "drift off", off)
@@ -159,6 +161,36 @@ def steps(root: Path, overrides: list[str], table: Table) -> None:
             table.add_row(
                 f"so, one in {every} looked at closely", "", "", "", f"{((every - 1) * between + looked) / every:.2f}"
             )
+
+
+def saves(root: Path, overrides: list[str], table: Table) -> None:
+    """Checkpoints of the quickstart's model, in seconds on the clock: they wait for the disk."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        shared = [*overrides, "sft.steps=0", "run.name=saves", f"run.dir={folder}"]
+        with opened(configuration.load(root / "configs" / "quickstart.yaml", shared), {}) as session:
+            trainer = Trainer(session)
+            trainer.optimizer = session.model.optimizer(session.config.optimizer, 100000)
+            state = (trainer.progress, session.model, trainer.optimizer)
+            waits = Saver(Path(folder, "waits"), CheckpointSection())
+            behind = Saver(Path(folder, "behind"), CheckpointSection(asynchronous=True))
+            works: dict[str, Callable[[], Any]] = {
+                "step": lambda: trainer.step(trainer.begin_step(trainer.progress.step + 1)),
+                "save": lambda: waits.save(*state),
+                "save in the background, until the run goes on": lambda: behind.save(*state),
+                "check of all hashes before a checkpoint is loaded": lambda: intact(Path(folder, "waits"), print),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in works}
+            for _ in range(ROUNDS):
+                for name, work in works.items():
+                    start = time.perf_counter()
+                    work()
+                    seconds[name].append(time.perf_counter() - start)
+                    behind.finish()
+            size = sum(path.stat().st_size for path in Path(folder, "waits").rglob("*")) / 2**20
+    for name in [name for name in works if name != "step"]:
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds["step"], strict=True))
+        cells = [f"{statistics.median(seconds[each]) * 1e3:.0f} ms" for each in (name, "step")]
+        table.add_row(f"{name} ({size:.0f} MiB)", cells[0], "step", cells[1], f"{ratio:.2f}")
 
 
 def logprob_memory(table: Table) -> None:
