@@ -105,6 +105,7 @@ def _end(processes: Sequence[ForkServerProcess]) -> None:
 def _rank(rank: int, world: int, folder: str, command: str, config: RunConfig, kill: Kill | None) -> None:
     from moe_rl.cli import _entry
     from parallel import runtime
+    from parallel.launch import saving_signals_end
 
     log = os.open(Path(folder) / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -113,4 +114,5 @@ def _rank(rank: int, world: int, folder: str, command: str, config: RunConfig, k
     runtime.started = partial(runtime.started, rendezvous=Path(folder) / "meet")
     if kill is not None:
         kill.arm(rank)
-    _entry(command)(config)
+    with saving_signals_end():
+        _entry(command)(config)
