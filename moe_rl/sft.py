@@ -9,6 +9,7 @@ from torch import Tensor
 
 from models.config import OptimizerConfig
 from models.model import Loss, Scores
+from models.optimizer import Optimizer
 from moe_rl import checkpoint, checkpoint_paths, weights
 from moe_rl.checkpoint import Progress, Saver
 from moe_rl.collectives import reduce_metrics
@@ -47,17 +48,17 @@ class Supervised:
 
     def run(self) -> None:
         self.begin()
+        batch, every = self.section.batch, self.session.config.checkpoint.every
         for step in range(self.progress.step + 1, self.section.steps + 1):
             self.save_where_asked()
             watch = Stopwatch(self.session.progress)
             with watch("update"):
-                metrics = self.step(self.order.take((step - 1) * self.section.batch, self.section.batch))
+                metrics = _step(self.session, self.optimizer, self.order.take((step - 1) * batch, batch))
             self.session.log(step, metrics | watch.metrics(), "sft")
             self.progress = replace(self.progress, step=step)
             if self.answers_enough():
                 break
             self.saver.publish_finished()
-            every = self.session.config.checkpoint.every
             if every and step % every == 0 and step < self.section.steps:
                 self.save()
         self.progress = replace(self.progress, step=max(self.progress.step, self.section.steps))  # what stop_at ended is done
@@ -77,27 +78,6 @@ class Supervised:
                 session.tracker.resume(self.progress.step, "sft")
         elif (source := weights.initial(config)) is not None:
             weights.load(source, session.model)
-
-    def step(self, problems: list[Problem]) -> dict[str, float]:
-        """One update on these problems' answers."""
-        model, encoder, config = self.session.model, self.session.encoder, self.session.config
-        longest, train_on = config.model.max_positions, self.section.train_on
-        examples = [e for p in problems if (e := example_that_fits(p, encoder, longest, train_on, "error"))]
-        sequences = [Scored(e.ids[: e.prompt], e.ids[e.prompt :]) for e in examples]
-        microbatches = cut(model, sequences, range(len(sequences)), config.algorithm.microbatch_tokens)
-        targets = sum(sum(e.trained) for e in examples)
-        self.optimizer.zero_grad()
-        trained = [[t for i in m.members for t in examples[i].trained] for m in microbatches]
-        losses = [_loss(torch.tensor(marks, dtype=torch.bool, device=model.device), targets) for marks in trained]
-        tokens = sum(s.entering for s in sequences)
-        results = model.accumulate_gradients([m.stream for m in microbatches], losses, tokens)
-        lr, norm = self.optimizer.lr, self.optimizer.step()
-        metrics = None
-        if results:
-            metrics = Metrics()
-            for result in results:
-                metrics.merge(result)
-        return reduce_metrics(metrics, self.session.groups) | {"optimizer/grad_norm": norm, "optimizer/lr": lr}
 
     def answers_enough(self) -> bool:
         """Whether `sft.stop_at` ends the training after this step."""
@@ -138,6 +118,32 @@ class Supervised:
         if left_out := len(problems) - len(fit):
             session.say(f"{left_out} of {len(problems)} examples exceed model.max_positions and are left out")
         return fit
+
+
+def _step(session: Session, optimizer: Optimizer, problems: list[Problem]) -> dict[str, float]:
+    model, config = session.model, session.config
+    examples = [
+        example
+        for problem in problems
+        if (example := example_that_fits(problem, session.encoder, config.model.max_positions, config.sft.train_on, "error"))
+    ]
+    sequences = [Scored(e.ids[: e.prompt], e.ids[e.prompt :]) for e in examples]
+    microbatches = cut(model, sequences, range(len(sequences)), config.algorithm.microbatch_tokens)
+    targets = sum(sum(e.trained) for e in examples)
+    optimizer.zero_grad()
+    losses = [
+        _loss(torch.tensor([t for i in m.members for t in examples[i].trained], dtype=torch.bool, device=model.device), targets)
+        for m in microbatches
+    ]
+    tokens = sum(s.entering for s in sequences)
+    results = model.accumulate_gradients([m.stream for m in microbatches], losses, tokens)
+    lr, norm = optimizer.lr, optimizer.step()
+    metrics = None
+    if results:
+        metrics = Metrics()
+        for result in results:
+            metrics.merge(result)
+    return reduce_metrics(metrics, session.groups) | {"optimizer/grad_norm": norm, "optimizer/lr": lr}
 
 
 def _loss(trained: Tensor, targets: int) -> Loss:

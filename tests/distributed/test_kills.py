@@ -25,7 +25,14 @@ LOOKED_AT = ["drift.probe_every=1", "drift.trace_every=2", "tracking.rollouts_ev
 CASES: dict[str, tuple[int, str, list[str]]] = {
     "gspo": (1, "train", ["algorithm.name=gspo", *LOOKED_AT]),
     "ppo in the background": (1, "train", ["algorithm.name=ppo", "checkpoint.asynchronous=true", "checkpoint.keep_every=2"]),
-    "warm start": (1, "train", ["sft.steps=4", "sft.batch=8", "run.steps=1"]),
+    "warm start": (
+        1,
+        "train",
+        [
+            *("run.steps=1", "sft.steps=4", "sft.batch=8", "sft.stop_at=1.0", "sft.check_every=2"),
+            "task.scorer=tests.distributed.rewards:half_luck",
+        ],
+    ),
     "sft in the background, EP2": (
         2,
         "sft",
@@ -44,7 +51,7 @@ CASES: dict[str, tuple[int, str, list[str]]] = {
     ),
     "in the background, EP2": (2, "train", ["parallel.expert=2", "checkpoint.asynchronous=true", "checkpoint.keep=1"]),
 }
-SAVING, SUPERVISED = "moe_rl.checkpoint", "moe_rl.sft:Supervised.step"
+SAVING, SUPERVISED = "moe_rl.checkpoint", "moe_rl.sft:_step"
 KILLS: dict[str, list[Kill]] = {
     "gspo": [
         Kill("moe_rl.evaluation:collect"),  # before there is anything
@@ -71,7 +78,6 @@ KILLS: dict[str, list[Kill]] = {
         Kill(f"{SAVING}.files:remove"),  # of the warm start, once step 0 is saved
     ],
     "sft in the background, EP2": [
-        Kill(SUPERVISED, call=3, ranks=(1,)),
         Kill("moe_rl.tracking:StepFile.append", ranks=(0,), after=True),
         Kill(f"{SAVING}.files:publish", ranks=(0,)),
         Kill("moe_rl.sft:evaluate_policy", call=2, ranks=(1,)),

@@ -12,7 +12,7 @@ from tests.distributed.test_kills import CASES, SHARED, assert_same_end, undistu
 
 pytestmark = pytest.mark.distributed
 
-STEP, SUPERVISED = "moe_rl.update:PolicyUpdate.step", "moe_rl.sft:Supervised.step"
+STEP, SUPERVISED = "moe_rl.update:PolicyUpdate.step", "moe_rl.sft:_step"
 
 
 def asked(point: str, **when: Any) -> Kill:
