@@ -7,6 +7,7 @@ from models.convert import manifest
 from parallel.errors import UsageError
 
 CRITIC = "critic"  # the directory of a critic's checkpoint in that of its policy
+WARM_START = "warm_start"  # the directory of a warm start's own checkpoints in a run's checkpoints/, until its step 0 is saved
 _NAME = re.compile(r"step_(\d{6,})(?:_(\d+))?")
 
 

@@ -191,10 +191,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """train, sft and eval. Where train is asked to save and end before there is anything to save, it only ends."""
+    """train, sft and eval. Where one that saves is asked to, and end, before there is anything to save, it only ends."""
     from parallel.launch import saving_signals_end
 
-    saves = arguments.command == "train"
+    saves = arguments.command != "eval"
     with saving_signals_end() if saves else contextlib.nullcontext():
         return _start(arguments, saves)
 

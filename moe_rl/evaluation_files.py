@@ -12,6 +12,7 @@ from typing import Any, Self
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from moe_rl.checkpoint_paths import WARM_START
 from moe_rl.config import RunConfig
 from moe_rl.estimates import Estimate, Outcome
 from moe_rl.summary import as_text
@@ -24,11 +25,14 @@ _WIDTH = 80
 
 
 def name_of(weights: Path, config: RunConfig) -> str:
-    """`step_000150-reversal`; with the run in front where the weights are another run's."""
+    """`step_000150-reversal`; with `warm_start` in front where they are of one, and the run where the weights are another
+    run's."""
     weights = weights.resolve()
-    name = weights.name
-    if weights.parent.name == "checkpoints" and weights.parent.parent != config.directory.resolve():
-        name = f"{weights.parent.parent.name}-{name}"
+    name, place = weights.name, weights.parent
+    if place.name == WARM_START:
+        name, place = f"{place.name}-{name}", place.parent
+    if place.name == "checkpoints" and place.parent != config.directory.resolve():
+        name = f"{place.parent.name}-{name}"
     return re.sub(r"[^\w.-]+", "_", f"{name}-{_task(config.task)}")
 
 

@@ -15,7 +15,10 @@ SFT = """\
 examples:
   moe-rl sft configs/quickstart.yaml run.name=warm sft.steps=300
   moe-rl sft run.yaml task.name=file task.train_path=talk.jsonl sft.train_on=all
-  moe-rl train configs/quickstart.yaml checkpoint.load=runs/warm     (RL from there)"""
+  moe-rl train configs/quickstart.yaml checkpoint.load=runs/warm     (RL from there)
+
+Killed or interrupted, the same command goes on from its newest checkpoint (checkpoint.every=N: N steps apart). On SIGTERM or
+SIGUSR1 it saves after its step and ends with exit code 75."""
 
 EVAL = """\
 examples:

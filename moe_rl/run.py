@@ -3,7 +3,7 @@
 import json
 
 from models.optimizer import Optimizer
-from moe_rl import checkpoint, rundir, summary, weights
+from moe_rl import checkpoint, checkpoint_paths, rundir, summary, weights
 from moe_rl.checkpoint import Progress, Saver
 from moe_rl.collectives import from_main
 from moe_rl.config import ReplaySection
@@ -18,7 +18,7 @@ from moe_rl.reference import Reference
 from moe_rl.replay import ReplayPolicy
 from moe_rl.rollouts.dynamic import Sampled
 from moe_rl.session import Session
-from moe_rl.sft import supervise
+from moe_rl.sft import Supervised
 from moe_rl.step_state import StepState
 from moe_rl.tracking import read_summary
 from moe_rl.update import PolicyUpdate
@@ -45,6 +45,7 @@ class Run:
         self.begun: StepState | None = None  # a step that a checkpoint was saved within
         self.last_saved = -1
         self.checkpoints = self.config.directory / "checkpoints"
+        self.warm_start = self.checkpoints / checkpoint_paths.WARM_START
         self.saver = Saver(self.checkpoints, self.config.checkpoint)
 
     def begin(self) -> None:
@@ -62,6 +63,8 @@ class Run:
             if self.progress.step:
                 self.instruments.resume()
             self.begun = checkpoint.load_begun(found, session.model)
+            self.last_saved = self.progress.step
+            checkpoint.remove(self.warm_start)  # of a run that was killed before it could
             session.say(f"continuing after step {self.progress.step} from {found}")
             if session.tracker is not None:
                 session.tracker.resume(self.progress.step)
@@ -76,12 +79,14 @@ class Run:
             session.say(f"weights from {source}")
         elif config.sft.steps:
             session.say(f"warm start: {config.sft.steps} supervised steps")
-            supervise(session)
+            Supervised(session, self.warm_start, self.interruption).run()
         self._prepare_reference(saved=False)
         self._make_optimizers(fresh=True)
         session.log(0, evaluate_policy(session), "train")
         if config.sft.steps:
             self.save()  # so that a warm start is made once
+            self.saver.finish()
+            checkpoint.remove(self.warm_start)
 
     def take_up(self, state: StepState) -> None:
         """What belongs to a step that has begun, and lies elsewhere than in it."""

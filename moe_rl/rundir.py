@@ -44,10 +44,10 @@ def make_room(config: RunConfig, phase: Phase | None) -> str | None:
     """
     directory = config.directory
     found = checkpoint_paths.numbered(directory / "checkpoints")
-    if not found:
+    if not found and not _in_warm_start(directory):
         return None
     was, now = _settings(directory), yaml_text.parse(dump(config), "config")
-    finished = found[-1][0] >= (config.sft.steps if phase == "sft" else config.run.steps)
+    finished = bool(found) and found[-1][0] >= (config.sft.steps if phase == "sft" else config.run.steps)
     free = _IRRELEVANT if finished else _FREE | (_FREE_IN_SFT if phase == "sft" else {})
     if phase == _phase(directory) and _without(was, free) == _without(now, free):
         return None
@@ -73,8 +73,14 @@ def _settings(directory: Path) -> Any:
 
 
 def _phase(directory: Path) -> Phase:
-    """What the run did that left its checkpoints here: before its first, RL writes the evaluation of step 0."""
-    return "train" if (directory / FILES["train"]).exists() else "sft"
+    """What the run did that left its checkpoints here: before its first, RL writes the evaluation of step 0; those of a warm
+    start lie apart."""
+    return "train" if (directory / FILES["train"]).exists() or _in_warm_start(directory) else "sft"
+
+
+def _in_warm_start(directory: Path) -> bool:
+    """Whether a run of RL has left checkpoints of its warm start here."""
+    return bool(checkpoint_paths.numbered(directory / "checkpoints" / checkpoint_paths.WARM_START))
 
 
 def _without(settings: dict[str, Any], free: dict[str, set[str] | None]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Trainer(Run):
             self.session.say(f"note: {note}")
         with self.interruption.listening():
             self.begin()
+            self.save_where_asked(None)
             self.steps()
         self.end()
 

@@ -21,7 +21,8 @@ class Interruption:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block the signals are noted, and kill nobody."""
+        """Within the block the signals are noted, and kill nobody. One that came too late to be answered in it goes, at its
+        end, to whoever handled it before."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.received = signal.Signals(number)
@@ -32,6 +33,8 @@ class Interruption:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if self.received is not None:
+            signal.raise_signal(self.received)
 
     def agreed(self, device: torch.device) -> bool:
         """Whether any rank was asked: the same answer on all of them (collective)."""

@@ -8,7 +8,7 @@ critic/, by itself and in the same format: what reads a policy's weights need no
 from moe_rl.checkpoint.begun_step import load as load_begun
 from moe_rl.checkpoint.contents import CriticState, Progress
 from moe_rl.checkpoint.reading import intact, load, load_critic_weights, load_weights
-from moe_rl.checkpoint.saving import Saver, save, save_weights
+from moe_rl.checkpoint.saving import Saver, remove, save, save_weights
 
 __all__ = [
     "CriticState",
@@ -19,6 +19,7 @@ __all__ = [
     "load_begun",
     "load_critic_weights",
     "load_weights",
+    "remove",
     "save",
     "save_weights",
 ]

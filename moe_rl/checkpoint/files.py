@@ -52,6 +52,12 @@ def retire(directory: Path, keep: int, keep_every: int) -> None:
             shutil.rmtree(_set_aside(path))
 
 
+def remove(directory: Path) -> None:
+    """A directory of checkpoints, if it is there: all at once, for whoever looks."""
+    if directory.exists():
+        shutil.rmtree(_set_aside(directory))
+
+
 def to_disk(path: Path) -> None:
     """Waits until the file, or the directory's list of names, is stored."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

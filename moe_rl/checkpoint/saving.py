@@ -97,6 +97,11 @@ def save_weights(path: Path, model: MoEModel) -> None:
     _Pending(path, [("", weights(model))], model, background=False, pinned=False).publish()
 
 
+def remove(directory: Path) -> None:
+    """A directory of checkpoints that nothing goes on from any more, if it is there (collective)."""
+    main_does(lambda: files.remove(directory))
+
+
 def _states(
     progress: Progress, model: MoEModel, optimizer: Optimizer, critic: CriticState | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -88,8 +88,12 @@ def _attempt(config: RunConfig, world: int, kill: Kill | None, command: str) -> 
         codes = [process.exitcode for process in processes]
         if not any(codes):
             return True
-        died = [code for code in codes if code in (-signal.SIGKILL, -signal.SIGVTALRM, SAVED)]
-        assert kill is not None and died, (codes, [(Path(folder) / f"{rank}.log").read_text()[-3000:] for rank in range(world)])
+        asked = kill is not None and kill.by != signal.SIGKILL  # then no rank ends in any other way, unless it was too late
+        died = [code for code in codes if code in ((SAVED,) if asked else (-signal.SIGKILL, -signal.SIGVTALRM))]
+        assert kill is not None and died and not (asked and {*codes} - {SAVED, -signal.SIGKILL}), (
+            codes,
+            [(Path(folder) / f"{rank}.log").read_text()[-3000:] for rank in range(world)],
+        )
         return False
 
 
@@ -105,6 +109,7 @@ def _end(processes: Sequence[ForkServerProcess]) -> None:
 def _rank(rank: int, world: int, folder: str, command: str, config: RunConfig, kill: Kill | None) -> None:
     from moe_rl.cli import _entry
     from parallel import runtime
+    from parallel.launch import saving_signals_end
 
     log = os.open(Path(folder) / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -113,4 +118,5 @@ def _rank(rank: int, world: int, folder: str, command: str, config: RunConfig, k
     runtime.started = partial(runtime.started, rendezvous=Path(folder) / "meet")
     if kill is not None:
         kill.arm(rank)
-    _entry(command)(config)
+    with saving_signals_end():
+        _entry(command)(config)

@@ -1,6 +1,7 @@
 """A reward that any text earns some of, so that an untrained model has something to learn from."""
 
 import os
+import random
 import time
 from pathlib import Path
 
@@ -15,6 +16,11 @@ def share_of_even(response: str, answer: str) -> float:
 def mostly_even(response: str, answer: str) -> float:
     """Right or wrong: whether more than half of them have one."""
     return float(share_of_even(response, answer) > 0.5)
+
+
+def half_luck(response: str, answer: str) -> float:
+    """Depends on Python's generator, which a run must keep."""
+    return (share_of_even(response, answer) + random.random()) / 2
 
 
 def worth(response: str, answer: str) -> float:

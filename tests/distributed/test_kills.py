@@ -25,8 +25,22 @@ LOOKED_AT = ["drift.probe_every=1", "drift.trace_every=2", "tracking.rollouts_ev
 CASES: dict[str, tuple[int, str, list[str]]] = {
     "gspo": (1, "train", ["algorithm.name=gspo", *LOOKED_AT]),
     "ppo in the background": (1, "train", ["algorithm.name=ppo", "checkpoint.asynchronous=true", "checkpoint.keep_every=2"]),
-    "warm start": (1, "train", ["sft.steps=4", "sft.batch=8", "run.steps=1"]),
-    "sft": (1, "sft", ["sft.steps=4", "sft.batch=8", "sft.schedule=linear", "sft.stop_at=1.0", "sft.check_every=2"]),
+    "warm start": (
+        1,
+        "train",
+        [
+            *("run.steps=1", "sft.steps=4", "sft.batch=8", "sft.stop_at=1.0", "sft.check_every=2"),
+            "task.scorer=tests.distributed.rewards:half_luck",
+        ],
+    ),
+    "sft in the background, EP2": (
+        2,
+        "sft",
+        [
+            *("parallel.expert=2", "checkpoint.asynchronous=true", "sft.steps=4", "sft.batch=8", "sft.schedule=linear"),
+            *("sft.stop_at=1.0", "sft.check_every=2"),
+        ],
+    ),
     "dynamic sampling, EP2": (
         2,
         "train",
@@ -37,7 +51,7 @@ CASES: dict[str, tuple[int, str, list[str]]] = {
     ),
     "in the background, EP2": (2, "train", ["parallel.expert=2", "checkpoint.asynchronous=true", "checkpoint.keep=1"]),
 }
-SAVING = "moe_rl.checkpoint"
+SAVING, SUPERVISED = "moe_rl.checkpoint", "moe_rl.sft:_step"
 KILLS: dict[str, list[Kill]] = {
     "gspo": [
         Kill("moe_rl.evaluation:collect"),  # before there is anything
@@ -57,12 +71,16 @@ KILLS: dict[str, list[Kill]] = {
         Kill(f"{SAVING}.files:to_disk", call=3),
         Kill(f"{SAVING}.saving:_Pending.publish", after=True),
     ],
-    "warm start": [Kill("moe_rl.sft:_step", call=3), Kill(f"{SAVING}.files:publish", call=1)],
-    "sft": [
-        Kill("moe_rl.sft:_step", call=3),
-        Kill("moe_rl.tracking:StepFile.append", after=True),
-        Kill(f"{SAVING}.files:publish"),
-        Kill("moe_rl.sft:evaluate_policy", call=2),
+    "warm start": [
+        Kill(f"{SAVING}.files:publish"),  # before there is anything
+        Kill(SUPERVISED, call=3),
+        Kill("moe_rl.run:evaluate_policy", after=True),
+        Kill(f"{SAVING}.files:remove"),  # of the warm start, once step 0 is saved
+    ],
+    "sft in the background, EP2": [
+        Kill("moe_rl.tracking:StepFile.append", ranks=(0,), after=True),
+        Kill(f"{SAVING}.files:publish", ranks=(0,)),
+        Kill("moe_rl.sft:evaluate_policy", call=2, ranks=(1,)),
     ],
     "dynamic sampling, EP2": [
         Kill("moe_rl.rollouts.step:collect", call=2, ranks=(1,)),
@@ -107,7 +125,7 @@ def assert_same_end(runs: Runs, name: str, wanted: str) -> None:
     assert len(tensors(theirs)) > 50 and not differing(ours, theirs)
     assert our_lines == their_lines and our_lines
     for folder in ("traces", "rollouts", "checkpoints"):
-        here, there = ([*sorted(p.name for p in (runs.folder / n / folder).glob("step_*"))] for n in (name, wanted))
+        here, there = ([*sorted(p.name for p in (runs.folder / n / folder).glob("[!.]*"))] for n in (name, wanted))
         assert here == there
 
 

@@ -12,14 +12,14 @@ from tests.distributed.test_kills import CASES, SHARED, assert_same_end, undistu
 
 pytestmark = pytest.mark.distributed
 
-STEP = "moe_rl.update:PolicyUpdate.step"
+STEP, SUPERVISED = "moe_rl.update:PolicyUpdate.step", "moe_rl.sft:_step"
 
 
 def asked(point: str, **when: Any) -> Kill:
     return Kill(point, by=signal.SIGUSR1, **when)
 
 
-# the signal comes in the middle of these; the run goes on to the next update's end
+# the signal comes in the middle of these; the run goes on to the next update's end, or the supervised step's
 ASKED: dict[str, list[Kill]] = {
     "gspo": [
         asked("moe_rl.trainer:sample_step"),
@@ -28,6 +28,16 @@ ASKED: dict[str, list[Kill]] = {
         asked(STEP, call=4),
     ],
     "ppo in the background": [asked("moe_rl.critic:Critic.step", call=2), asked("moe_rl.critic:Critic.step", call=4)],
+    "warm start": [
+        asked(SUPERVISED, call=2),
+        asked("moe_rl.run:evaluate_policy"),
+        asked("moe_rl.trainer:sample_step"),  # which the one before has not come to
+    ],
+    "sft in the background, EP2": [
+        asked(SUPERVISED, ranks=(1,)),
+        asked("moe_rl.sft:evaluate_policy", ranks=(0,)),  # within the steps
+        asked("moe_rl.sft:evaluate_policy", call=2),  # after them, where nobody waits for it to end
+    ],
     "dynamic sampling, EP2": [
         asked("moe_rl.rollouts.step:collect", ranks=(1,)),
         asked(STEP, call=1, ranks=(0,)),

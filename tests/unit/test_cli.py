@@ -159,16 +159,24 @@ def test_one_process_runs_here(folder: Path, monkeypatch: pytest.MonkeyPatch, co
     assert not started.launched
 
 
-@pytest.mark.parametrize(("overrides", "processes"), [(["parallel.expert=2"], 2), (["run.processes=2", "run.threads=3"], 2)])
+@pytest.mark.parametrize(
+    ("named", "overrides", "processes", "to_save"),
+    [
+        ("train", ["parallel.expert=2"], 2, 300),
+        ("sft", ["run.processes=2", "run.threads=3", "run.saving_seconds=7"], 2, 7),
+        ("eval", ["run.processes=2"], 2, 0),  # has nothing to save
+    ],
+)
 def test_several_processes_are_started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], processes: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, named: str, overrides: list[str], processes: int, to_save: float
 ) -> None:
     started = Started(monkeypatch)
-    assert cli.main(["train", "one.yaml", *overrides]) == 7
+    look_like_a_checkpoint(folder / "runs/one/checkpoints/step_000001")  # for eval to look at
+    assert cli.main([named, "one.yaml", *overrides]) == 7
     (command, count, threads, saving_seconds), *more = started.launched
     assert (count, threads, more, started.ran) == (processes, 3 if "run.threads=3" in overrides else 1, [], [])
-    assert saving_seconds == 300
-    assert command == [sys.executable, "-P", "-m", "moe_rl.cli", "train", "one.yaml", *overrides]
+    assert saving_seconds == to_save
+    assert command == [sys.executable, "-P", "-m", "moe_rl.cli", named, "one.yaml", *overrides]
 
 
 def test_inside_a_launcher_nothing_more_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +213,27 @@ def test_only_eval_does_without_problems_to_train_on(
     (folder / "test.jsonl").write_text("")
     assert cli.main(["eval", *settings]) == 2
     assert "task.eval_path=test.jsonl: the file has no problems" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_signal_that_comes_before_there_is_anything_to_save(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(cli, "_entry", lambda command: lambda config: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "one.yaml"])
+    assert ended.value.code == 75
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_ends_eval_as_any_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, during = signal.getsignal(signal.SIGTERM), []
+    look_like_a_checkpoint(folder / "runs/one/checkpoints/step_000001")
+    monkeypatch.setattr(cli, "_entry", lambda command: lambda config: during.append(signal.getsignal(signal.SIGTERM)))
+    assert cli.main(["eval", "one.yaml"]) == 0
+    assert during == [before]
 
 
 def test_an_interrupt_is_130(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,8 @@ def test_nothing_is_written_over_and_a_broken_one_never_looks_whole(tmp_path: Pa
     [
         (STEP, [], "step_000150-addition"),
         (Path("runs/other/checkpoints/step_000150"), [], "other-step_000150-addition"),
+        (STEP.parent / "warm_start" / STEP.name, [], "warm_start-step_000150-addition"),
+        (Path("runs/other/checkpoints/warm_start/step_000150"), [], "other-warm_start-step_000150-addition"),
         (Path("models/OLMoE 1B"), ["task.name=my_task:build"], "OLMoE_1B-my_task_build"),
         (
             STEP,

@@ -34,8 +34,8 @@ def left_behind(folder: Path, *overrides: str, step: int = 4) -> Path:
     return run.directory
 
 
-def still_there(directory: Path, step: int = 4) -> bool:
-    return (directory / "checkpoints" / f"step_{step:06d}" / "weights").exists()
+def still_there(directory: Path, step: int = 4, inside: str = "checkpoints") -> bool:
+    return (directory / inside / f"step_{step:06d}" / "weights").exists()
 
 
 def test_where_nothing_was_saved_nothing_is_moved(tmp_path: Path) -> None:
@@ -130,6 +130,38 @@ def test_supervised_training_goes_on_as_rl_does_but_neither_in_the_others_place(
     assert still_there(tmp_path / "mine.1" if moved else directory)
     if not moved:
         assert rundir.make_room(settings(tmp_path, "sft.steps=6"), phase="train") is not None
+
+
+def in_warm_start(folder: Path) -> Path:
+    """A run's directory as it is once a step of its warm start has been saved."""
+    directory = left_behind(folder, "sft.steps=6")
+    (directory / "metrics.jsonl").rename(directory / "sft.jsonl")
+    (directory / "checkpoints").rename(directory / "warm_start")
+    (directory / "checkpoints").mkdir()
+    (directory / "warm_start").rename(directory / "checkpoints" / "warm_start")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("change", "moved"), [("checkpoint.every=3", False), ("run.steps=0", False), ("sft.steps=9", True), ("sft.lr=0.5", True)]
+)
+def test_a_run_in_its_warm_start_has_begun(tmp_path: Path, change: str, moved: bool) -> None:
+    directory = in_warm_start(tmp_path)
+    assert (rundir.make_room(settings(tmp_path, "sft.steps=6", change), phase="train") is not None) == moved
+    assert still_there(tmp_path / "mine.1" if moved else directory, inside="checkpoints/warm_start")
+
+
+def test_supervised_training_alone_does_not_go_on_in_a_warm_start(tmp_path: Path) -> None:
+    in_warm_start(tmp_path)
+    assert rundir.make_room(settings(tmp_path, "sft.steps=6"), phase="sft") is not None
+
+
+def test_what_a_killed_save_has_left_of_a_warm_start_is_none(tmp_path: Path) -> None:
+    """The checkpoints beside it are those of supervised training."""
+    directory = left_behind(tmp_path, "sft.steps=6")
+    (directory / "metrics.jsonl").unlink()
+    (directory / "checkpoints" / "warm_start" / ".step_000002.part").mkdir(parents=True)
+    assert rundir.make_room(settings(tmp_path, "sft.steps=6"), phase="sft") is None
 
 
 def test_runs_that_were_moved_aside_are_not_written_over(tmp_path: Path) -> None:
