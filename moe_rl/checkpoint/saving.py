@@ -127,7 +127,8 @@ class _Pending:
         self._target, self._part, self._model, self._pinned = target, files.part_of(target), model, pinned
         self._entries: dict[str, Entry] = {}  # of the files that this rank wrote
         self._thread: threading.Thread | None = None
-        self._wrong = ""
+        self._broke_off = background  # until the thread has ended well
+        self._wrong = ""  # the first that was: what goes well after it mends nothing
         self._shards: list[Shards] = []
         self._together(lambda: files.begin(target))
         for folder, state in states:
@@ -135,13 +136,12 @@ class _Pending:
             shards = Shards(state, self._part / folder, copied=background)
             self._shards.append(shards)
             if not background:
-                self._write([shards])
+                self._write(lambda shards=shards: self._write_shards([shards]))
         if begun is not None:
             self._together(lambda: begun_step.directory(self._part).mkdir())
-            self._write_begun(begun)
+            self._write(lambda: self._write_begun(begun))
         if background:
-            self._wrong = f"{self._target}: its writing thread broke off"  # until it has ended well
-            self._thread = threading.Thread(target=self._write, args=(self._shards,), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._write_behind, name="checkpoint", daemon=True)
             self._thread.start()
 
     def is_written(self) -> bool:
@@ -157,31 +157,40 @@ class _Pending:
         """
         if self._thread is not None:
             self._thread.join()
+        if self._broke_off:
+            self._wrong = self._wrong or f"{self._target}: its writing thread broke off"
         mine = (self._wrong, self._entries, [shards.results for shards in self._shards])
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, mine)
         self._together(lambda: self._finish(everywhere))
 
-    def _write(self, several: Sequence[Shards]) -> None:
-        """This rank's files. No collectives: it may run beside training."""
+    def _write_behind(self) -> None:
+        """In the thread."""
+        self._write(lambda: self._write_shards(self._shards))
+        self._broke_off = False
+
+    def _write(self, work: Callable[[], None]) -> None:
+        """Unless something was wrong before."""
+        if self._wrong:
+            return
         try:
-            for shards in several:
-                for path in shards.write():
-                    files.to_disk(path)  # Megatron's writer asks for it before its last bytes are handed over
-                    self._entries[path.relative_to(self._part).as_posix()] = manifest.digest(path)
+            work()
         except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of what a file raises
             self._wrong = said(error)
-        else:
-            self._wrong = ""
+
+    def _write_shards(self, several: Sequence[Shards]) -> None:
+        """This rank's files. No collectives: it may run beside training."""
+        for shards in several:
+            for path in shards.write():
+                self._stored(path)  # Megatron's writer asks for it before its last bytes are handed over
 
     def _write_begun(self, begun: "StepState") -> None:
         """At once: a run that saves within a step is about to end."""
-        try:
-            path = begun_step.write(self._part, begun, self._model.groups.parallel)
-            files.to_disk(path)
-            self._entries[path.relative_to(self._part).as_posix()] = manifest.digest(path)
-        except (OSError, RuntimeError) as error:
-            self._wrong = said(error)
+        self._stored(begun_step.write(self._part, begun, self._model.groups.parallel))
+
+    def _stored(self, path: Path) -> None:
+        files.to_disk(path)
+        self._entries[path.relative_to(self._part).as_posix()] = manifest.digest(path)
 
     def _finish(self, everywhere: Sequence[tuple[str, dict[str, Entry], list[list[Any]]]]) -> None:
         """On rank 0."""

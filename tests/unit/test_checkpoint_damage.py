@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import resource
@@ -16,13 +17,15 @@ import torch
 from models.config import OptimizerConfig
 from models.convert import manifest
 from moe_rl import checkpoint, checkpoint_paths
-from moe_rl.checkpoint import Progress, Saver, files
+from moe_rl.checkpoint import CriticState, Progress, Saver, files
+from moe_rl.checkpoint.shards import Shards
 from moe_rl.config import CheckpointSection
 from parallel.errors import UsageError
 from parallel.runtime import Runtime, started
 from tests.distributed.passes import Case, built
 from tests.distributed.runs import differing, read, tensors
 from tests.distributed.updates import update
+from tests.distributed.value_passes import both
 
 SETTINGS = OptimizerConfig(lr=1e-2)
 CASE = Case(model=dict(layers=1))
@@ -200,6 +203,30 @@ def test_a_full_disk_leaves_what_was_there(runtime: Runtime, here: Path, size: i
         saver.save(Progress(3, 0, 0, 0.0), model, optimizer)  # and with room it goes on
         saver.finish()
     assert [path.name for path in here.iterdir()] == ["step_000003"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_goes_well_after_something_that_did_not_mends_nothing(
+    runtime: Runtime, here: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's file does not fit and the critic's would."""
+    before = content(here)
+    with both(CASE, runtime) as (model, value):
+        optimizer, critic = model.optimizer(SETTINGS, 20), CriticState(value, value.optimizer(SETTINGS, 20))
+        real, calls = Shards.write, itertools.count()
+
+        def write(shards: Shards) -> list[Path]:
+            if next(calls) == 0:
+                with files_of_at_most(10_000):
+                    return real(shards)
+            return real(shards)
+
+        monkeypatch.setattr(Shards, "write", write)
+        saver = Saver(here, CheckpointSection(asynchronous=background, keep=1))
+        with pytest.raises(UsageError, match=CANNOT.format("File too large")):
+            saver.save(Progress(3, 0, 0, 0.0), model, optimizer, critic=critic)
+            saver.finish()
+    assert content(here) == before
 
 
 def test_a_full_tmpfs_leaves_what_was_there(runtime: Runtime, saved: Path, tmp_path: Path) -> None:
