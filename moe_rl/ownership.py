@@ -18,6 +18,10 @@ FILE = "owner.json"  # in the run's directory, while it is written to; what a ki
 _SECONDS = 1.0  # to which a process's start is known
 
 
+def nothing_to_check() -> None:
+    """Of ranks that are not the main one, and of what writes in no run's directory."""
+
+
 def check_free(directory: Path) -> None:
     """Raises UsageError where a living process of this machine works in the directory."""
     owner = _read(directory)

@@ -46,7 +46,7 @@ class Run:
         self.last_saved = -1
         self.checkpoints = self.config.directory / "checkpoints"
         self.warm_start = self.checkpoints / checkpoint_paths.WARM_START
-        self.saver = Saver(self.checkpoints, self.config.checkpoint)
+        self.saver = Saver(self.checkpoints, self.config.checkpoint, session.still_owned)
 
     def begin(self) -> None:
         """Weights, optimizer and reference: as saved, or from checkpoint.load, or fresh with a warm start."""

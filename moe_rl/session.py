@@ -16,6 +16,7 @@ from moe_rl import rundir
 from moe_rl.cluster import as_text
 from moe_rl.config import RunConfig
 from moe_rl.identity import identity
+from moe_rl.ownership import check_free, nothing_to_check, owned
 from moe_rl.rollouts.embedded import EmbeddedEngine
 from moe_rl.rollouts.engine import Engine
 from moe_rl.tasks import Encoder, Task, Tokenizer, build_encoder, build_task, build_tokenizer, check_stops
@@ -35,7 +36,8 @@ def _nobody_watches(phase: str) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """tracker: on the main rank only. progress: told, by the name of what begins, that this rank gets on."""
+    """tracker: on the main rank only. progress: told, by the name of what begins, that this rank gets on. still_owned: called
+    on the main rank before the run's files are written, raises UsageError where another start of the run has them now."""
 
     config: RunConfig
     runtime: Runtime
@@ -46,6 +48,7 @@ class Session:
     engine: Engine
     tracker: Tracker | None
     progress: Callable[[str], None] = _nobody_watches
+    still_owned: Callable[[], None] = nothing_to_check
 
     def say(self, text: str) -> None:
         if self.tracker is not None:
@@ -53,6 +56,7 @@ class Session:
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase) -> None:
         if self.tracker is not None:
+            self.still_owned()
             self.tracker.log(step, metrics, phase)
 
     @cached_property
@@ -100,9 +104,13 @@ def opened(
             stack.enter_context(watchdog.watching())
             task, tokenizer = build_task(config.task, trains=not evaluates), build_tokenizer(config.model.tokenizer)
             model = MoEModel(config.model, groups, here.device, run.seed)
-            tracker = None
+            tracker, still_owned = None, nothing_to_check
             if here.is_main:
-                moved = None if evaluates else rundir.make_room(config, resumable)
+                moved = None
+                if not evaluates:
+                    check_free(directory)
+                    moved = rundir.make_room(config, resumable)
+                    still_owned = stack.enter_context(owned(directory))
                 resolved = None if evaluates else configuration.dump(config)
                 tracker = stack.enter_context(Tracker(config.tracking, directory, resolved, steps))
                 if moved:
@@ -111,7 +119,7 @@ def opened(
                     tracker.print(_written(reports, warnings, directory / "preflight.txt"))
             dist.barrier()  # nobody looks for checkpoints before
             engine = EmbeddedEngine(model, config.rollout.max_batch, tokenizer.decode, watchdog.progress)
-            session = Session(config, here, groups, model, task, tokenizer, engine, tracker, watchdog.progress)
+            session = Session(config, here, groups, model, task, tokenizer, engine, tracker, watchdog.progress, still_owned)
             for note in [*warnings, *session.encoder.notes()]:
                 session.say(f"note: {note}")
             with _one_line_on_a_full_disk(config):

@@ -36,7 +36,7 @@ class Supervised:
 
     def __init__(self, session: Session, directory: Path, interruption: Interruption) -> None:
         self.session, self.section, self.interruption = session, session.config.sft, interruption
-        self.directory, self.saver = directory, Saver(directory, session.config.checkpoint)
+        self.directory, self.saver = directory, Saver(directory, session.config.checkpoint, session.still_owned)
         section = self.section
         settings = OptimizerConfig(
             lr=section.lr, warmup_updates=section.warmup_updates, schedule=section.schedule, weight_decay=section.weight_decay

@@ -22,6 +22,7 @@ from moe_rl.checkpoint.contents import CriticState, Progress, random_states, tra
 from moe_rl.checkpoint.shards import Shards
 from moe_rl.checkpoint_paths import CRITIC
 from moe_rl.config import CheckpointSection
+from moe_rl.ownership import nothing_to_check
 from parallel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ class Saver:
     visible at the first `publish_finished` that finds all ranks done. At most one is under way: `save` and `finish` wait.
     """
 
-    def __init__(self, directory: Path, section: CheckpointSection) -> None:
-        self._directory, self._section = directory, section
+    def __init__(self, directory: Path, section: CheckpointSection, still_owned: Callable[[], None] = nothing_to_check) -> None:
+        """still_owned: called on the main rank before anything is changed in the directory; may raise UsageError."""
+        self._directory, self._section, self._still_owned = directory, section, still_owned
         self._pending: _Pending | None = None
 
     def save(
@@ -54,6 +56,7 @@ class Saver:
         Raises UsageError where this one, or the one before, could not be written.
         """
         self.finish()
+        main_does(self._still_owned)
         states = _states(progress, model, optimizer, critic)
         target = self._directory / checkpoint_paths.name(progress.step, begun and begun.done)
         self._pending = _Pending(target, states, model, self._section.asynchronous, pinned, begun)
@@ -69,6 +72,7 @@ class Saver:
         """Waits for what is under way, and makes it visible. Call before the run ends, also where a signal ends it."""
         pending, self._pending = self._pending, None
         if pending is not None:
+            main_does(self._still_owned)
             pending.publish()
             main_does(lambda: files.retire(self._directory, self._section.keep, self._section.keep_every))
 
