@@ -1,9 +1,11 @@
 """Where checkpoints lie in a run. No torch: settings that name one are looked at before anything starts."""
 
+import json
 import re
 from pathlib import Path
 
 from models.convert import manifest
+from parallel.config import ParallelConfig
 from parallel.errors import UsageError
 
 CRITIC = "critic"  # the directory of a critic's checkpoint in that of its policy
@@ -26,6 +28,27 @@ def numbered(directory: Path) -> list[tuple[int, Path]]:
 def is_within_step(path: Path) -> bool:
     """Whether a checkpoint's name says that it was saved after some of a step's updates: it serves to go on from there."""
     return (match := _NAME.fullmatch(path.name)) is not None and match[2] is not None
+
+
+def begun_layout(path: Path) -> Path:
+    """Of a checkpoint that was saved within a step: the layout in which that goes on. What each rank needs lies beside it."""
+    return path / "begun" / "layout.json"
+
+
+def check_layout(path: Path, parallel: ParallelConfig, processes: int) -> None:
+    """Raises UsageError where the checkpoint was saved within a step, and in another layout or number of processes."""
+    if not is_within_step(path):
+        return
+    was, now = json.loads(begun_layout(path).read_text(encoding="utf-8")), parallel.model_dump()
+    keys = was["parallel"].keys() - {"dispatcher", "timeout_seconds"}
+    changed = [f"parallel.{key}={was['parallel'][key]}" for key in sorted(keys) if was["parallel"][key] != now.get(key)]
+    if was["processes"] != processes:
+        changed.append(f"run.processes={was['processes']}")
+    if changed:
+        raise UsageError(
+            f"{path}: was saved within a step, which goes on only in the layout that began it: {' '.join(changed)}; use that "
+            "until the next checkpoint, or remove this directory to go on from the one before"
+        )
 
 
 def is_complete(path: Path) -> bool:

@@ -154,7 +154,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _slurm(arguments: argparse.Namespace) -> int:
     from moe_rl.slurm.command import slurm
 
-    return slurm(arguments, lambda settings, command: _preflight(settings, command, launched=False))
+    return slurm(arguments)
 
 
 def _drift(arguments: argparse.Namespace) -> int:
@@ -201,7 +201,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _start(arguments: argparse.Namespace, saves: bool) -> int:
     """Everything a person can get wrong is looked at before a process or torch starts."""
-    from moe_rl import config
+    from moe_rl import before_start, config
     from parallel.failures import report_errors
     from parallel.launch import launch, launched_world
 
@@ -211,7 +211,7 @@ def _start(arguments: argparse.Namespace, saves: bool) -> int:
             settings = config.load(arguments.config, arguments.overrides)
             processes = world.size if world else settings.run.processes or settings.parallel.fewest_processes
             config.check(settings, processes)
-            _preflight(settings, arguments.command, launched=world is not None)
+            before_start.check(settings, arguments.command, processes, launched=world is not None)
     except UsageError:
         if world and world.local_rank:  # every rank of a node finds the same: one says it
             return 2
@@ -222,32 +222,6 @@ def _start(arguments: argparse.Namespace, saves: bool) -> int:
         return 0
     command = [sys.executable, "-P", "-m", "moe_rl.cli", arguments.command, arguments.config, *arguments.overrides]
     return launch(command, processes, settings.run.threads, settings.run.saving_seconds if saves else 0.0)
-
-
-def _preflight(settings: "RunConfig", command: str, *, launched: bool) -> None:
-    """Raises UsageError for what the run would otherwise stumble over once it has started. launched: one of many does it."""
-    from moe_rl import checkpoint_paths, tracking, weights
-    from moe_rl.tasks import build_encoder, build_task, build_tokenizer, check_prompts, check_vocab, fitting
-
-    tracking.check(settings.tracking, settings.directory)
-    if settings.checkpoint.load is not None and not settings.checkpoint.load.is_dir():
-        raise UsageError(f"checkpoint.load={settings.checkpoint.load}: no such directory")
-    begun = bool(checkpoint_paths.numbered(settings.directory / "checkpoints"))  # then it has its critic
-    if settings.critic.load is not None and settings.algorithm.trains_critic and not begun:
-        checkpoint_paths.find_critic(settings.critic.load, "critic.load")
-    if command == "eval":
-        weights.check(weights.evaluated(settings), settings.model, reads=not launched)
-    elif not begun:
-        weights.check(weights.initial(settings), settings.model, reads=not launched)
-    trains = command != "eval"
-    task = build_task(settings.task, trains=trains)
-    tokenizer = build_tokenizer(settings.model.tokenizer)
-    check_vocab(tokenizer, settings.model.vocab_size)
-    encoder, longest = build_encoder(tokenizer, settings.task, settings.rollout), settings.model.max_positions
-    check_prompts(task, encoder, longest, settings.rollout.max_response_tokens, trains=trains)
-    fresh = command == "train" and weights.initial(settings) is None  # then it has a warm start
-    if settings.sft.steps and (command == "sft" or fresh):
-        fitting(task.train, encoder, longest, settings.sft.train_on, settings.sft.too_long)
 
 
 def _entry(command: str) -> "Callable[[RunConfig], None]":

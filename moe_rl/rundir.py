@@ -43,17 +43,23 @@ def make_room(config: RunConfig, phase: Phase | None) -> str | None:
     directory cannot be read.
     """
     directory = config.directory
-    found = checkpoint_paths.numbered(directory / "checkpoints")
-    if not found and not _in_warm_start(directory):
+    if not checkpoint_paths.numbered(directory / "checkpoints") and not _in_warm_start(directory):
         return None
-    was, now = _settings(directory), yaml_text.parse(dump(config), "config")
-    finished = bool(found) and found[-1][0] >= (config.sft.steps if phase == "sft" else config.run.steps)
-    free = _IRRELEVANT if finished else _FREE | (_FREE_IN_SFT if phase == "sft" else {})
-    if phase == _phase(directory) and _without(was, free) == _without(now, free):
+    if goes_on(config, phase):
         return None
     aside = next(p for n in range(1, 10**6) if not (p := directory.with_name(f"{directory.name}.{n}")).exists())
     directory.rename(aside)
     return f"note: {directory} held another run; it is now {aside}"
+
+
+def goes_on(config: RunConfig, phase: Phase | None) -> bool:
+    """Whether a run with these settings goes on with what is in its directory, where checkpoints of some run are."""
+    directory = config.directory
+    found = checkpoint_paths.numbered(directory / "checkpoints")
+    was, now = _settings(directory), yaml_text.parse(dump(config), "config")
+    finished = bool(found) and found[-1][0] >= (config.sft.steps if phase == "sft" else config.run.steps)
+    free = _IRRELEVANT if finished else _FREE | (_FREE_IN_SFT if phase == "sft" else {})
+    return phase == _phase(directory) and _without(was, free) == _without(now, free)
 
 
 def _settings(directory: Path) -> Any:

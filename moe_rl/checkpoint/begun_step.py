@@ -3,6 +3,7 @@
 Microbatches are cut for one layout, so a step goes on only in the one that began it.
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,22 +11,22 @@ import torch
 import torch.distributed as dist
 
 from models.model import MoEModel
+from moe_rl.checkpoint_paths import begun_layout, check_layout, is_within_step
 from parallel.config import ParallelConfig
-from parallel.errors import UsageError
 
 if TYPE_CHECKING:
     from moe_rl.step_state import StepState
 
 
-def directory(checkpoint: Path) -> Path:
-    return checkpoint / "begun"
-
-
-def write(checkpoint: Path, step: "StepState", parallel: ParallelConfig) -> Path:
-    """This rank's file."""
+def write(checkpoint: Path, step: "StepState", parallel: ParallelConfig) -> list[Path]:
+    """This rank's file, and on rank 0 the layout."""
     path = _file(checkpoint)
-    torch.save({"ranks": dist.get_world_size(), "layout": parallel.model_dump(), "step": step}, path)
-    return path
+    torch.save(step, path)
+    if dist.get_rank():
+        return [path]
+    layout = {"processes": dist.get_world_size(), "parallel": parallel.model_dump()}
+    (begun_layout(checkpoint)).write_text(json.dumps(layout), encoding="utf-8")
+    return [path, begun_layout(checkpoint)]
 
 
 def load(checkpoint: Path, model: MoEModel) -> "StepState | None":
@@ -33,20 +34,12 @@ def load(checkpoint: Path, model: MoEModel) -> "StepState | None":
 
     Raises UsageError, on every rank, in another layout or number of processes than it was saved in.
     """
-    if not directory(checkpoint).is_dir():
+    if not is_within_step(checkpoint):
         return None
-    file, layout = _file(checkpoint), model.groups.parallel.model_dump()
+    check_layout(checkpoint, model.groups.parallel, dist.get_world_size())
     # pickled by this program a moment before it was ended, and compared with the manifest: no foreign file
-    saved = torch.load(file, map_location=model.device, weights_only=False) if file.exists() else None
-    if saved is None or saved["ranks"] != dist.get_world_size() or saved["layout"] != layout:
-        ranks, was = len(list(directory(checkpoint).iterdir())), (saved or {}).get("layout", {})
-        changed = ", ".join(f"parallel.{key}={value}" for key, value in was.items() if value != layout[key])
-        raise UsageError(
-            f"{checkpoint}: was saved within a step, which goes on only in the layout that began it: {ranks} processes"
-            f"{' with ' if changed else ''}{changed}; use that, or remove this directory to go on from the one before"
-        )
-    return saved["step"]
+    return torch.load(_file(checkpoint), map_location=model.device, weights_only=False)
 
 
 def _file(checkpoint: Path) -> Path:
-    return directory(checkpoint) / f"rank_{dist.get_rank():05d}.pt"
+    return begun_layout(checkpoint).with_name(f"rank_{dist.get_rank():05d}.pt")

@@ -20,7 +20,7 @@ from moe_rl.checkpoint import begun_step, files
 from moe_rl.checkpoint.agreement import main_does, said
 from moe_rl.checkpoint.contents import CriticState, Progress, random_states, trained, weights
 from moe_rl.checkpoint.shards import Shards
-from moe_rl.checkpoint_paths import CRITIC
+from moe_rl.checkpoint_paths import CRITIC, begun_layout
 from moe_rl.config import CheckpointSection
 from moe_rl.ownership import nothing_to_check
 from parallel.errors import UsageError
@@ -142,7 +142,7 @@ class _Pending:
             if not background:
                 self._write(lambda shards=shards: self._write_shards([shards]))
         if begun is not None:
-            self._together(lambda: begun_step.directory(self._part).mkdir())
+            self._together(lambda: begun_layout(self._part).parent.mkdir())
             self._write(lambda: self._write_begun(begun))
         if background:
             self._thread = threading.Thread(target=self._write_behind, name="checkpoint", daemon=True)
@@ -190,7 +190,8 @@ class _Pending:
 
     def _write_begun(self, begun: "StepState") -> None:
         """At once: a run that saves within a step is about to end."""
-        self._stored(begun_step.write(self._part, begun, self._model.groups.parallel))
+        for path in begun_step.write(self._part, begun, self._model.groups.parallel):
+            self._stored(path)
 
     def _stored(self, path: Path) -> None:
         files.to_disk(path)

@@ -6,24 +6,22 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from moe_rl import config
+from moe_rl import before_start, config
 from moe_rl.config import RunConfig
 from moe_rl.slurm import checks
 from moe_rl.slurm.config import SlurmSection
 from moe_rl.slurm.script import Job, script
 from parallel.errors import UsageError
 
-Preflight = Callable[[RunConfig, str], None]
-
 _NUMBER = re.compile(r"job_(\d{3,})\.sh")
 _GPU_CPUS = 8
 
 
-def slurm(arguments: argparse.Namespace, preflight: Preflight) -> int:
-    """preflight: what the command that the job runs would find wrong itself. Raises UsageError; exit code 0."""
+def slurm(arguments: argparse.Namespace) -> int:
+    """Raises UsageError for what the job, too, would find wrong; exit code 0."""
     settings = config.load(arguments.config, arguments.overrides)
     runs = array_runs(settings, arguments.config, arguments.overrides)
     job = make_job(settings, len(runs) if settings.slurm.array.size else 0, [arguments.config, *arguments.overrides])
@@ -32,7 +30,7 @@ def slurm(arguments: argparse.Namespace, preflight: Preflight) -> int:
     for run in runs:
         checks.check(run, job.processes, job.python)
     for run in {run.model_copy(update={"run": settings.run}).model_dump_json(): run for run in runs}.values():
-        preflight(run, run.slurm.command)  # once for all seeds
+        before_start.check(run, run.slurm.command, run.slurm.nodes * job.processes, launched=False)  # once for all seeds
     if arguments.submit and shutil.which("sbatch") is None:
         raise UsageError("sbatch: is not on the PATH; call moe-rl slurm --submit where jobs are submitted, on a login node")
     for note in dict.fromkeys(note for run in runs for note in checks.notes(run, job.processes)):

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from moe_rl import checkpoint_paths
+from moe_rl import before_start, checkpoint_paths
+from moe_rl.cli import main
 from tests.distributed.kills import Kill, run_killed
 from tests.distributed.runs import Runs
 from tests.distributed.test_kills import CASES, SHARED, assert_same_end, undisturbed
@@ -60,12 +61,27 @@ def test_a_run_that_is_asked_to_end_goes_on_within_its_step(runs: Runs, case: st
     assert_same_end(runs, name, wanted)
 
 
-def test_a_step_goes_on_only_in_its_layout(runs: Runs) -> None:
+def test_a_step_goes_on_only_in_its_layout(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     _, command, settings = CASES["dynamic sampling, EP2"]
     config = runs.config("moved", *SHARED, *settings)
     assert run_killed_once(runs, config, asked(STEP, call=1)) == "step_000000_1"
-    with pytest.raises(AssertionError, match="was saved within a step.*2 processes with parallel.expert=2"):
-        run_killed(runs.config("moved", *SHARED, *[s for s in settings if s != "parallel.expert=2"]), 1, [], command)
+    words = [
+        "train",
+        str(runs.yaml),
+        *runs.shared,
+        "run.name=moved",
+        *SHARED,
+        *[s for s in settings if s != "parallel.expert=2"],
+    ]
+    assert main(words) == 2
+    says = (
+        "was saved within a step, which goes on only in the layout that began it: parallel.expert=2 run.processes=2; use that"
+    )
+    assert says in capsys.readouterr().err
+    # under other settings it is another run, and nothing of this one
+    before_start.check(
+        config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_k": 3})}), "train", 4, launched=False
+    )
 
 
 def run_killed_once(runs: Runs, config: Any, kill: Kill) -> str:
