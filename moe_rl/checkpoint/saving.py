@@ -70,7 +70,13 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.publish()
-            main_does(lambda: files.retire(self._directory, self._section.keep, self._section.keep_every))
+            try:
+                main_does(lambda: files.retire(self._directory, self._section.keep, self._section.keep_every))
+            except UsageError as error:
+                raise UsageError(
+                    f"{error}; the new checkpoint is complete: remove the older one, or raise checkpoint.keep, and the same "
+                    "command goes on"
+                ) from error
 
 
 def save(

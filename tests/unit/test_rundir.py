@@ -221,16 +221,16 @@ def names(folder: Path) -> list[str]:
 def test_a_run_that_goes_on_makes_later_traces_again(tmp_path: Path) -> None:
     traced(tmp_path, 1, 10, 20)
     (tmp_path / "traces" / "step_of_mine.parquet").write_text("not ours")
-    rundir.sort_out_traces(tmp_path, after=10)
+    rundir.sort_out(tmp_path, after=10)
     assert names(tmp_path / "traces") == ["step_000001.parquet", "step_000010.parquet", "step_of_mine.parquet"]
-    rundir.sort_out_traces(tmp_path / "without", after=10)
+    rundir.sort_out(tmp_path / "without", after=10)
 
 
 def test_a_run_that_begins_does_not_take_over_the_traces_of_one_that_saved_nothing(tmp_path: Path) -> None:
-    rundir.sort_out_traces(tmp_path, after=None)
+    rundir.sort_out(tmp_path, after=None)
     assert names(tmp_path) == []
     for step in (10, 20):  # the second time what was put aside makes room
         traced(tmp_path, step)
-        rundir.sort_out_traces(tmp_path, after=None)
+        rundir.sort_out(tmp_path, after=None)
         assert names(tmp_path) == ["traces.previous"]
         assert names(tmp_path / "traces.previous") == [f"step_{step:06d}.parquet"]
