@@ -93,7 +93,7 @@ def opened(
         config.parallel.check_backend(here.backend, build.transformer_engine_is_present())
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(process_groups(config.parallel))
-            stack.enter_context(_one_line_for_files_of(config.directory))
+            stack.enter_context(one_line_for_files_of(config.directory))
             directory = config.directory / EVALUATIONS if evaluates else config.directory
             warnings = preflight(groups, here)[1] if run.preflight and here.world_size > 1 else []
             watchdog = Watchdog(run.hang_seconds, directory, here)
@@ -116,7 +116,7 @@ def opened(
 
 
 @contextlib.contextmanager
-def _one_line_for_files_of(directory: Path) -> Iterator[None]:
+def one_line_for_files_of(directory: Path) -> Iterator[None]:
     """For all that a run reads and writes beside its checkpoints. What a user's own code does to other files is left alone."""
     try:
         yield

@@ -33,6 +33,8 @@ def main_does[Result](work: Callable[[], Result]) -> Result:
 
 def said(error: BaseException) -> str:
     """One line: of an error of the disk, which file and why, however deep it lies in what other libraries made of it."""
+    if isinstance(error, UsageError):
+        return str(error)
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
