@@ -1,6 +1,7 @@
 """Where checkpoints lie in a run. No torch: settings that name one are looked at before anything starts."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -20,8 +21,15 @@ def name(step: int, updates: int | None = None) -> str:
 
 def numbered(directory: Path) -> list[tuple[int, Path]]:
     """(step, path) of what has a checkpoint's name in a run's checkpoints/ directory, complete or not, in the order in which
-    they were made."""
-    found = [(m, p) for p in directory.glob("step_*") if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
+    they were made. Raises UsageError where it is there and cannot be read: a run must not begin anew in their midst."""
+    try:
+        names = os.listdir(directory)
+        paths = [(m, directory / name) for name in names if (m := _NAME.fullmatch(name))]
+        found = [(m, p) for m, p in paths if p.is_dir() or p.is_symlink()]  # a link to what is not there is an incomplete one
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not directory.is_symlink():
+            return []
+        raise UsageError(f"{directory}: cannot be read: {error.strerror}; mend it, or choose another run.name") from error
     return [(int(m[1]), p) for m, p in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or -1)))]
 
 
@@ -56,10 +64,8 @@ def is_complete(path: Path) -> bool:
 
     One without a manifest counts: it was renamed to its place when it was whole.
     """
-    if not is_checkpoint(path):
-        return False
     try:
-        return not manifest.wrong_size(path, manifest.read(path) or {})
+        return is_checkpoint(path) and not manifest.wrong_size(path, manifest.read(path) or {})
     except UsageError:
         return False
 
@@ -70,8 +76,11 @@ def newest(directory: Path) -> Path | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this directory is a checkpoint itself."""
-    return (path / "metadata.json").exists()
+    """Whether this directory is a checkpoint itself. Raises UsageError where it may not be looked into."""
+    try:
+        return (path / "metadata.json").exists()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; mend it, or name another") from error
 
 
 def find(path: Path, key: str = "checkpoint.load") -> Path:

@@ -22,6 +22,7 @@ from moe_rl.sft import Supervised
 from moe_rl.step_state import StepState
 from moe_rl.tracking import read_summary
 from moe_rl.update import PolicyUpdate
+from parallel.errors import UsageError
 from parallel.interruption import Interruption, end_after_saving
 
 
@@ -68,12 +69,12 @@ class Run:
             session.say(f"continuing after step {self.progress.step} from {found}")
             if session.tracker is not None:
                 session.tracker.resume(self.progress.step)
-                rundir.sort_out_traces(config.directory, after=self.progress.step)
+                rundir.sort_out(config.directory, after=self.progress.step)
             if self.begun is not None:
                 self.take_up(self.begun)
             return
         if session.tracker is not None:
-            rundir.sort_out_traces(config.directory, after=None)
+            rundir.sort_out(config.directory, after=None)
         if (source := weights.initial(config)) is not None:
             weights.load(source, session.model)
             session.say(f"weights from {source}")
@@ -113,7 +114,13 @@ class Run:
             return
         path = self.checkpoints / "reference"
         if saved:
-            checkpoint.load_weights(path, self.session.model, key=None)
+            try:
+                checkpoint.load_weights(path, self.session.model, key=None)
+            except UsageError as error:
+                key = f"algorithm.kl_coefficient={self.config.algorithm.kl_coefficient:g}"
+                raise UsageError(
+                    f"{error}; {key} compares with it: put back what was there, or begin anew under another run.name"
+                ) from error
         else:
             checkpoint.save_weights(path, self.session.model)
         self.reference = Reference(self.session.model, on_cpu=self.config.algorithm.reference_on_cpu)
@@ -140,6 +147,8 @@ class Run:
             state.tables, state.critic = self.instruments.tables, self.critic and self.critic.pending
         critic = self.critic and self.critic.state
         self.session.progress("save")
+        if self.session.tracker is not None:
+            self.session.tracker.to_disk()
         self.saver.save(self.progress, self.session.model, self.optimizer, pinned=pinned, critic=critic, begun=state)
         self.last_saved = self.progress.step
         self.session.progress("after save")

@@ -98,6 +98,7 @@ def opened(
         config.parallel.check_backend(here.backend, build.transformer_engine_is_present())
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(process_groups(config.parallel))
+            stack.enter_context(one_line_for_files_of(config.directory))
             directory = config.directory / EVALUATIONS if evaluates else config.directory
             reports, warnings = preflight(groups, here) if run.preflight and here.world_size > 1 else ([], [])
             watchdog = Watchdog(run.hang_seconds, directory, here)
@@ -122,8 +123,7 @@ def opened(
             session = Session(config, here, groups, model, task, tokenizer, engine, tracker, watchdog.progress, still_owned)
             for note in [*warnings, *session.encoder.notes()]:
                 session.say(f"note: {note}")
-            with _one_line_on_a_full_disk(config):
-                yield session
+            yield session
 
 
 def _written(reports: Sequence[RankReport], warnings: Sequence[str], path: Path) -> str:
@@ -134,15 +134,21 @@ def _written(reports: Sequence[RankReport], warnings: Sequence[str], path: Path)
 
 
 @contextlib.contextmanager
-def _one_line_on_a_full_disk(config: RunConfig) -> Iterator[None]:
-    """For all that a run writes beside its checkpoints."""
+def one_line_for_files_of(directory: Path) -> Iterator[None]:
+    """For all that a run reads and writes beside its checkpoints. What a user's own code does to other files is left alone."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+        named = isinstance(error.filename, str | Path) and _is_in(directory, Path(error.filename))
+        if not full and not named:
             raise
-        place = error.filename or config.directory
+        place = error.filename or directory
         raise UsageError(
-            f"{place}: cannot be written: {error.strerror}; make room or mend it, and the same command goes on from the newest "
-            "checkpoint"
+            f"{place}: cannot be {'written' if full else 'used'}: {error.strerror}; {'make room or ' if full else ''}mend it, "
+            "and the same command goes on from the newest checkpoint"
         ) from error
+
+
+def _is_in(directory: Path, path: Path) -> bool:
+    return path.absolute().is_relative_to(directory.absolute())

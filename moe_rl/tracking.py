@@ -25,8 +25,8 @@ EVALUATIONS = "eval"  # the folder of a run where `moe-rl eval` writes
 def check(section: TrackingSection, directory: Path) -> None:
     """Raises UsageError, before anything starts, where a Tracker could not do what `section` asks for."""
     existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "may not be written to" if existing.is_dir() else "is a file"
+    if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        reason = "may not be read and written to" if existing.is_dir() else "is a file"
         raise UsageError(f"run.dir and run.name: {directory} cannot be made: {existing} {reason}")
     if section.tensorboard:
         sinks.check_tensorboard()
@@ -67,7 +67,9 @@ class Tracker:
 
     def resume(self, step: int, phase: Phase = "train") -> None:
         """Goes on after `step`: what the phase's file holds beyond it is dropped, so that no step appears twice."""
-        self._files[phase] = StepFile(self.directory / FILES[phase], resume=step)
+        file = self._files[phase] = StepFile(self.directory / FILES[phase], resume=step)
+        if phase == "train" and file.last != step:  # supervised training may have ended before the step it is saved as
+            self.print(f"warning: {self.directory / FILES[phase]}: lacks step {step}, and perhaps others before it")
         self._sinks = self._open_sinks(step)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
@@ -85,6 +87,11 @@ class Tracker:
         for sink in self._sinks:
             sink.log(step, values, phase)
         self._display.step(phase, step, self._steps.get(phase), values)
+
+    def to_disk(self) -> None:
+        """Waits until the steps that were logged are stored: a checkpoint must not outlive the lines before it."""
+        for file in self._files.values():
+            file.to_disk()
 
     def progress(self, phase: str, done: int, total: int, values: Mapping[str, float]) -> None:
         """Shows how far a phase without steps is, and what it has found so far; keeps nothing of it but the line in log.txt."""
@@ -135,6 +142,9 @@ class _Appended:
         while left:
             left = left[self._file.write(left) or 0 :]
 
+    def to_disk(self) -> None:
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -142,11 +152,11 @@ class _Appended:
 class StepFile:
     """A file of JSON objects, one a line, each with a `step` that rises.
 
-    resume: keep the lines up to this step; none: begin anew and move what is there aside.
+    resume: keep the lines up to this step; none: begin anew and move what is there aside. last: the step of the last line.
     """
 
     def __init__(self, path: Path, resume: int | None = None) -> None:
-        self._last: int | None = None
+        self.last: int | None = None
         if path.exists():
             if resume is None:
                 path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
@@ -158,32 +168,44 @@ class StepFile:
                     file.flush()
                     os.fsync(file.fileno())
                 part.replace(path)
-                self._last = int(kept[-1]["step"]) if kept else None
+                self.last = int(kept[-1]["step"]) if kept else None
         self._file = _Appended(path)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Writes a line. Floats at full precision; what is not finite as null, which JSON has no number for."""
-        if self._last is not None and step <= self._last:
-            raise ValueError(f"step={step}: must be above {self._last}, the last one in {self._file.name}")
-        self._last = step
+        if self.last is not None and step <= self.last:
+            raise ValueError(f"step={step}: must be above {self.last}, the last one in {self._file.name}")
+        self.last = step
         line = {"step": step, **{key: value if math.isfinite(value) else None for key, value in values.items()}}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def to_disk(self) -> None:
+        self._file.to_disk()
 
     def close(self) -> None:
         self._file.close()
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a null stays None. A last line that was cut short is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    """The lines of metrics.jsonl; a null stays None. A last line that was cut short is left out.
+
+    Raises UsageError, with the line, where one is no step.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
     steps: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if number == len(lines):  # what follows the last newline: nothing, or a line cut short
             break
         try:
-            steps.append(json.loads(line))
+            found = json.loads(line)
         except json.JSONDecodeError as error:
             raise UsageError(f"{path}:{number}: is not a JSON object: {error.msg}") from error
+        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+            raise UsageError(f'{path}:{number}: is no step: must be an object with an integer "step"')
+        steps.append(found)
     return steps
 
 
@@ -192,6 +214,6 @@ def read_summary(directory: Path) -> dict[str, float]:
     path = directory / SUMMARY
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except json.JSONDecodeError:
+    except ValueError:  # no JSON, or no text
         return {}
     return found if isinstance(found, dict) else {}

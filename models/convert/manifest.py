@@ -64,15 +64,19 @@ def write(directory: Path, entries: Mapping[str, Entry]) -> None:
 def read(directory: Path) -> dict[str, Entry] | None:
     """What `write` wrote; None where there is no manifest. Raises UsageError where it is damaged."""
     file = directory / MANIFEST
-    if not file.exists():
-        return None
     try:
         found = json.loads(file.read_bytes())
         if found["hash"] != _HASH:
             raise ValueError(f"hash={found['hash']!r}: must be {_HASH}")
-        return {str(name): Entry(int(size), str(value)) for name, (size, value) in found["files"].items()}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise UsageError(f"{file}: cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
+        entries = {str(name): Entry(int(size), str(value)) for name, (size, value) in found["files"].items()}
+        if not entries or any("\0" in name for name in entries):
+            raise ValueError("it lists no file" if not entries else "it lists what can be no file")
+        return entries
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:200]
+        raise UsageError(f"{file}: cannot be read: {reason or type(error).__name__}") from error
 
 
 def wrong_size(directory: Path, entries: Mapping[str, Entry]) -> str:

@@ -16,19 +16,25 @@ def agree(wrong: str) -> None:
         raise UsageError(first)
 
 
-def main_does(work: Callable[[], None]) -> None:
-    """Has rank 0 do it while the others wait; what it raises as OSError or UsageError is raised on every rank (collective)."""
-    wrong = ""
+def main_does[Result](work: Callable[[], Result]) -> Result:
+    """Has rank 0 do it while the others wait; what it returns is returned on every rank, and what it raises as OSError or
+    UsageError is raised on every rank (collective)."""
+    box: list[Any] = [None, ""]
     if dist.get_rank() == 0:
         try:
-            work()
+            box[0] = work()
         except (OSError, UsageError) as error:
-            wrong = said(error)
-    agree(wrong)
+            box[1] = said(error)
+    dist.broadcast_object_list(box, 0)
+    if box[1]:
+        raise UsageError(box[1])
+    return box[0]
 
 
 def said(error: BaseException) -> str:
     """One line: of an error of the disk, which file and why, however deep it lies in what other libraries made of it."""
+    if isinstance(error, UsageError):
+        return str(error)
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

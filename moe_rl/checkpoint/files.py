@@ -19,7 +19,7 @@ def part_of(target: Path) -> Path:
 def begin(target: Path) -> None:
     """Makes the empty `part_of(target)`, and removes what killed runs have left beside it."""
     for left in leftovers(target.parent):
-        shutil.rmtree(left)
+        _remove(left)
     part_of(target).mkdir(parents=True)
 
 
@@ -33,23 +33,23 @@ def publish(target: Path) -> None:
     part = part_of(target)
     for path in [*(path for path in part.rglob("*") if path.is_dir()), part]:
         to_disk(path)
-    old = _set_aside(target) if target.exists() else None
+    old = _set_aside(target) if os.path.lexists(target) else None
     part.rename(target)
     to_disk(target.parent)
     if old is not None:
-        shutil.rmtree(old)
+        _remove(old)
 
 
 def retire(directory: Path, keep: int, keep_every: int) -> None:
     """Removes all complete checkpoints but the newest `keep`, those of a step that `keep_every` divides (0: none), and pinned
     ones; and those within a step that a newer one has overtaken. What is not complete is not counted and not touched."""
     complete = [(step, path) for step, path in checkpoint_paths.numbered(directory) if checkpoint_paths.is_complete(path)]
-    for _, path in [pair for pair in complete[:-1] if checkpoint_paths.is_within_step(pair[1])]:
-        shutil.rmtree(_set_aside(path))
-    complete = [pair for pair in complete if not checkpoint_paths.is_within_step(pair[1])]
-    for step, path in [pair for pair in complete if not (pair[1] / PINNED).exists()][:-keep]:
-        if not keep_every or step % keep_every:
-            shutil.rmtree(_set_aside(path))
+    loose = [pair for pair in complete if not (pair[1] / PINNED).exists()]
+    within = [pair for pair in loose if checkpoint_paths.is_within_step(pair[1])]
+    overtaken = [path for _, path in within if path != complete[-1][1]]
+    old = [path for step, path in [pair for pair in loose if pair not in within][:-keep] if not keep_every or step % keep_every]
+    for path in overtaken + old:
+        _remove(_set_aside(path))
 
 
 def remove(directory: Path) -> None:
@@ -70,5 +70,17 @@ def to_disk(path: Path) -> None:
 def _set_aside(path: Path) -> Path:
     """A name under which nobody takes it for a checkpoint."""
     old = path.with_name(f".{path.name}{_OLD}")
-    shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(old):
+        _remove(old)
     return path.rename(old)
+
+
+def _remove(path: Path) -> None:
+    """Of what somebody keeps elsewhere and has linked to, the link."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except OSError as error:  # which names the last part of the path alone
+        raise OSError(error.errno, f"cannot be removed: {error.strerror}", str(path)) from error

@@ -1,5 +1,6 @@
 """Reads checkpoints: looks at their files first, and says in one line what does not fit."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from models.optimizer import Optimizer
 from models.transformer import Transformer
 from models.value import ValueModel
 from moe_rl import checkpoint_paths
-from moe_rl.checkpoint.agreement import agree, main_does
+from moe_rl.checkpoint.agreement import agree, main_does, said
 from moe_rl.checkpoint.contents import CriticState, Progress, random_states, set_random_states, weights
 from moe_rl.checkpoint_paths import CRITIC, find_critic
 from parallel.errors import UsageError
@@ -68,13 +69,16 @@ def intact(directory: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint in a run's checkpoints/ whose every file is what was saved (collective); None where there is none
     at all. Newer ones that are damaged are named, and put aside as damaged_step_NNNNNN.
 
-    Raises UsageError where there are some and all are damaged: the run would begin anew in their midst.
+    Raises UsageError where there are some and all are damaged: the run would begin anew in their midst. The same where one
+    may not be read by this user, which damages nothing.
     """
     damaged: list[tuple[Path, str]] = []
-    for _, path in reversed(checkpoint_paths.numbered(directory)):
+    # as rank 0 sees them: where ranks saw different ones, each would go on from its own
+    for _, path in reversed(main_does(lambda: checkpoint_paths.numbered(directory))):
         try:
             check_files(path, None)
         except UsageError as error:
+            agree(_forbidden(path))
             damaged.append((path, str(error)))
             continue
         for broken, reason in damaged:
@@ -86,6 +90,21 @@ def intact(directory: Path, say: Callable[[str], None]) -> Path | None:
             f"{damaged[0][1]}; no other checkpoint in {directory} is whole: mend it, or begin anew under another run.name"
         )
     return None
+
+
+def _forbidden(path: Path) -> str:
+    """The first file of a checkpoint that may not be read, or nothing."""
+    try:
+        for place in (path, *path.rglob("*")):
+            if place.is_dir():
+                os.listdir(place)
+            elif place.exists():
+                place.open("rb").close()
+    except PermissionError as error:
+        return f"{path}: cannot be read: {said(error)}; mend it, and the same command goes on from there"
+    except OSError:
+        return ""
+    return ""
 
 
 def _put_aside(path: Path) -> None:
@@ -107,8 +126,8 @@ def check_files(path: Path, key: str | None) -> None:
         else:
             mine = sorted(entries)[dist.get_rank() :: dist.get_world_size()]
             wrong = manifest.wrong_size(path, entries) or manifest.wrong_content(path, entries, mine)
-    except UsageError as error:
-        wrong = str(error)
+    except (OSError, UsageError) as error:
+        wrong = said(error)
     agree(wrong and f"{_place(path, key)}: is damaged: {wrong}")
 
 

@@ -74,7 +74,13 @@ class Saver:
         if pending is not None:
             main_does(self._still_owned)
             pending.publish()
-            main_does(lambda: files.retire(self._directory, self._section.keep, self._section.keep_every))
+            try:
+                main_does(lambda: files.retire(self._directory, self._section.keep, self._section.keep_every))
+            except UsageError as error:
+                raise UsageError(
+                    f"{error}; the new checkpoint is complete: remove the older one, or raise checkpoint.keep, and the same "
+                    "command goes on"
+                ) from error
 
 
 def save(

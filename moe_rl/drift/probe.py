@@ -1,6 +1,8 @@
 """The probe set: a few sequences that stay the same through the whole run, scored at chosen steps, so that curves compare like
 with like. Scored twice in different batch shapes they also give the noise floor."""
 
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,17 +67,27 @@ class ProbeSet:
         self.resume()
 
     def resume(self) -> None:
-        """Goes on with the probe set that the run began with. Raises UsageError where its file is gone."""
+        """Goes on with the probe set that the run began with. Raises UsageError where its file is gone or damaged."""
         if not self.path.exists():
             raise UsageError(
                 f"{self.path}: is gone; drift.probe_every={self.update.drift.probe_every} compares with it: put it back, or "
                 "begin anew under another run.name (with checkpoint.load, to keep the weights)"
             )
+        try:
+            self.start = self._load()
+        except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UsageError(
+                f"{self.path}: cannot be read: {reason}; put back what was there, or begin anew under another run.name (with "
+                "checkpoint.load, to keep the weights)"
+            ) from error
+
+    def _load(self) -> Start:
         with np.load(self.path) as file:
             count = int(file["count"])
             sequences = [Scored(file[f"prompt_{i}"].tolist(), file[f"response_{i}"].tolist()) for i in range(count)]
             device = self.model.device
-            self.start = Start(
+            return Start(
                 sequences,
                 {i: torch.from_numpy(file[f"routes_{i}"]).to(device) for i in range(count)},
                 {i: torch.from_numpy(file[f"logprobs_{i}"]).to(device) for i in range(count)},

@@ -87,11 +87,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return []
     try:
         lines = read_steps(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise UsageError(f'{path}:{number}: is no step: must be an object with an integer "step"')
         for key, value in line.items():
             if not (value is None or isinstance(value, int | float)):
                 raise UsageError(f"{path}:{number}: {key} is {str(value)[:40]!r}: must be a number or null")

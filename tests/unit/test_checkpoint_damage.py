@@ -80,6 +80,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "format": (lambda p: cut(p / "metadata.json"), r"metadata\.json: has \d+ bytes"),
     "model": (lambda p: flip(p / "model.json"), r"model\.json: is not what was saved"),
     "manifest cut off": (lambda p: cut(p / "manifest.json"), r"manifest\.json: cannot be read: "),
+    "manifest of nothing": (
+        lambda p: (p / "manifest.json").write_text('{"hash": "blake2b-128", "files": {}}'),
+        r"manifest\.json: cannot be read: it lists no file",
+    ),
+    "manifest of no size": (
+        lambda p: (p / "manifest.json").write_text('{"hash": "blake2b-128", "files": {"a": [Infinity, ""]}}'),
+        r"manifest\.json: cannot be read: cannot convert float infinity",
+    ),
+    "manifest of no name": (
+        lambda p: (p / "manifest.json").write_text('{"hash": "blake2b-128", "files": {"\\u0000": [1, ""]}}'),
+        r"manifest\.json: cannot be read: it lists what can be no file",
+    ),
+    "manifest of brackets": (lambda p: (p / "manifest.json").write_text("[" * 10**5), r"manifest\.json: cannot be read: max"),
     "manifest of another kind": (lambda p: (p / "manifest.json").write_text("[]"), r"manifest\.json: cannot be read: "),
 }
 
@@ -119,6 +132,73 @@ def test_where_all_are_damaged_nothing_is_touched(runtime: Runtime, here: Path) 
         checkpoint.intact(here, print)
     assert content(here) == before
     assert checkpoint.intact(here / "nothing", print) is None
+
+
+@contextlib.contextmanager
+def as_somebody_else() -> Iterator[None]:
+    """Root may read anything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("inside", ["", "step_000002", "step_000002/__0_0.distcp", "step_000002/manifest.json"])
+def test_what_may_not_be_read_is_neither_absent_nor_damaged(runtime: Runtime, here: Path, inside: str) -> None:
+    """The run neither begins anew nor goes on from an older one."""
+    place = here / inside
+    for folder in here.parents:
+        if folder.is_relative_to(here.parents[2]):
+            folder.chmod(0o755)
+    before, mode = content(here), place.stat().st_mode
+    place.chmod(0)
+    try:
+        with as_somebody_else(), pytest.raises(UsageError, match=r"cannot be read: .*Permission denied; mend it"):
+            checkpoint.intact(here, print)
+    finally:
+        place.chmod(mode)
+    assert content(here) == before
+
+
+def test_links_to_what_is_not_there_are_no_absence(runtime: Runtime, here: Path) -> None:
+    """As of a disk that is not mounted."""
+    (here / "step_000003").symlink_to("/nowhere/step_000003")
+    said = list[str]()
+    assert checkpoint.intact(here, said.append) == here / "step_000002"
+    assert len(said) == 1 and "step_000003: is no complete checkpoint" in said[0]
+    assert (here / "damaged_step_000003").is_symlink()
+    (here.parent / "link").symlink_to("/nowhere")
+    with pytest.raises(UsageError, match=r"link: cannot be read: No such file or directory; mend it, or choose another run"):
+        checkpoint.intact(here.parent / "link", print)
+
+
+def test_of_a_checkpoint_that_lies_elsewhere_the_link_is_removed(runtime: Runtime, here: Path) -> None:
+    elsewhere = (here / "step_000001").rename(here.parent / "elsewhere")
+    (here / "step_000001").symlink_to(elsewhere)
+    before = content(elsewhere)
+    files.retire(here, 1, 0)
+    assert [path.name for path in here.iterdir()] == ["step_000002"] and content(elsewhere) == before
+    (here / ".step_000009.old").write_text("a file")
+    (here / ".step_000009.part").symlink_to("/nowhere")
+    files.begin(here / "step_000003")
+    assert sorted(path.name for path in here.iterdir()) == [".step_000003.part", "step_000002"]
+
+
+def test_an_old_one_that_cannot_be_removed_is_said_to_be_that(
+    runtime: Runtime, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", "__0_0.distcp")
+
+    with built(CASE, runtime) as model:
+        optimizer = model.optimizer(SETTINGS, 20)
+        monkeypatch.setattr(shutil, "rmtree", refused)
+        with pytest.raises(UsageError, match=r"/\.step_000001\.old: cannot be removed: Permission denied; the new checkpoint"):
+            checkpoint.save(here, Progress(3, 0, 0, 0.0), model, optimizer, keep=2)
+    assert checkpoint_paths.newest(here) == here / "step_000003"
 
 
 def test_what_was_damaged_before_is_not_written_over(runtime: Runtime, here: Path) -> None:
@@ -246,14 +326,10 @@ def test_where_nothing_may_be_written_one_line_says_so(runtime: Runtime, here: P
     with built(CASE, runtime) as model:
         optimizer = model.optimizer(SETTINGS, 20)
         here.chmod(0o555)
-        user = os.geteuid()
-        if user == 0:
-            os.seteuid(65534)  # root may write anywhere
         try:
-            with pytest.raises(UsageError, match=CANNOT.format("Permission denied")):
+            with as_somebody_else(), pytest.raises(UsageError, match=CANNOT.format("Permission denied")):
                 checkpoint.save(here, Progress(3, 0, 0, 0.0), model, optimizer, keep=2)
         finally:
-            os.seteuid(user)
             here.chmod(0o755)
     assert sorted(path.name for path in here.iterdir()) == ["step_000001", "step_000002"]
 
@@ -297,13 +373,19 @@ def test_a_thread_that_breaks_off_publishes_nothing(runtime: Runtime, tmp_path: 
     ("keep", "keep_every", "stay"), [(2, 0, [3, 5, 6]), (1, 2, [2, 3, 4, 6]), (1, 5, [3, 5, 6]), (9, 0, [1, 2, 3, 4, 5, 6])]
 )
 def test_the_last_and_every_so_many_and_pinned_ones_stay(here: Path, keep: int, keep_every: int, stay: list[int]) -> None:
-    """Six steps, the third pinned; beside them one that is broken, which counts for nothing and is left alone."""
+    """Six steps, the third pinned, and two within a step, of which one is; beside them one that is broken, which counts for
+    nothing and is left alone."""
+    for name in ("step_000002_1", "step_000003_1"):
+        shutil.copytree(here / "step_000001", here / name)
+    (here / "step_000003_1" / files.PINNED).touch()
     for step in (3, 4, 5, 6, 7):
         shutil.copytree(here / "step_000001", here / f"step_00000{step}")
     (here / "step_000003" / files.PINNED).touch()
     cut(here / "step_000007" / "__0_0.distcp")
     files.retire(here, keep, keep_every)
-    assert [step for step, _ in checkpoint_paths.numbered(here)] == [*stay, 7]
+    whole = [step for step, path in checkpoint_paths.numbered(here) if not checkpoint_paths.is_within_step(path)]
+    assert whole == [*stay, 7]
+    assert (here / "step_000003_1").exists() and not (here / "step_000002_1").exists()
 
 
 def test_what_killed_runs_left_is_cleared_at_the_next_save(runtime: Runtime, here: Path) -> None:

@@ -15,6 +15,7 @@ from moe_rl.config import DriftSection, ReplaySection, RolloutSection
 from moe_rl.drift.probe import ProbeSet
 from moe_rl.types import Problem, Response, Rollout
 from moe_rl.update import PolicyUpdate
+from parallel.errors import UsageError
 from parallel.runtime import Runtime, started
 from tests.distributed.passes import Case, built
 
@@ -62,6 +63,20 @@ def test_noise_is_measured_in_another_batch_shape(
         assert metrics["drift/noise/expert_change_rate/worst"] == 0  # float32 on a CPU
         assert metrics["drift/probe/logprob_shift"] == metrics["drift/probe/router_shift/worst"] == 0
         assert 0 <= metrics["drift/noise/logprob_shift"] < 1e-5
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"rubbish", None])
+def test_a_probe_set_that_is_damaged_is_named(runtime: Runtime, tmp_path: Path, spoilt: bytes | None) -> None:
+    """None: a bit in the middle."""
+    with built(Case(), runtime) as model:
+        update = PolicyUpdate(model, AlgorithmSection(), RolloutSection(), DriftSection(), ReplaySection())
+        probe = ProbeSet(update, 16, 100, tmp_path)
+        probe.begin([rollout(i, 6) for i in range(4)])
+        data = bytearray(probe.path.read_bytes())
+        data[len(data) // 2] ^= 4
+        probe.path.write_bytes(data if spoilt is None else spoilt)
+        with pytest.raises(UsageError, match=r"probe\.npz: cannot be read: .*; put back what was there, or begin anew"):
+            probe.resume()
 
 
 def test_how_far_a_router_has_moved(runtime: Runtime, tmp_path: Path) -> None:

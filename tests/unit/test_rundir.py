@@ -1,12 +1,15 @@
 """Who may go on in a run's directory, and who finds it moved aside."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from moe_rl import config, rundir, yaml_text
 from moe_rl.config import RunConfig
+from moe_rl.session import one_line_for_files_of
 from moe_rl.tracking import read_summary
 from moe_rl.types import Problem, Response, Rollout
 from parallel.errors import UsageError
@@ -96,7 +99,9 @@ def test_a_run_goes_on_whatever_changes_no_result(tmp_path: Path, change: str) -
 )
 def test_another_run_is_moved_aside_and_said_to_be(tmp_path: Path, change: str) -> None:
     directory = left_behind(tmp_path)
-    note = rundir.make_room(settings(tmp_path, change), phase="train")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "metadata.json").touch()  # a checkpoint
+    note = rundir.make_room(settings(tmp_path, change.replace("/elsewhere", str(tmp_path / "elsewhere"))), phase="train")
     assert note == f"note: {directory} held another run; it is now {tmp_path / 'mine.1'}"
     assert not directory.exists() and still_there(tmp_path / "mine.1")
 
@@ -194,6 +199,32 @@ def test_a_finished_run_is_kept_unless_something_else_is_asked_of_it(tmp_path: P
     assert still_there(tmp_path / "mine.1" if moved else directory)
 
 
+@pytest.mark.parametrize("key", ["checkpoint.load", "critic.load", "task.train_path", "model.tokenizer"])
+def test_what_a_run_would_begin_from_is_not_moved_away_from_it(tmp_path: Path, key: str) -> None:
+    directory = left_behind(tmp_path)
+    named = directory / "checkpoints" / "step_000004"
+    changed = settings(tmp_path, "run.seed=1", f"{key}={named}", *(["task.name=file"] if key.startswith("task") else []))
+    with pytest.raises(UsageError, match=rf"^{key}={named}: lies in {directory}, which .*; choose another run\.name"):
+        rundir.make_room(changed, phase="train")
+    assert still_there(directory)
+
+
+def test_a_run_that_could_not_begin_moves_nothing(tmp_path: Path) -> None:
+    directory = left_behind(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"checkpoint\.load=.*empty: holds no complete checkpoint"):
+        rundir.make_room(settings(tmp_path, f"checkpoint.load={tmp_path / 'empty'}"), phase="train")
+    assert still_there(directory)
+
+
+def test_checkpoints_of_which_nothing_says_what_made_them_are_not_touched(tmp_path: Path) -> None:
+    directory = left_behind(tmp_path)
+    (directory / "metrics.jsonl").unlink()
+    with pytest.raises(UsageError, match=r"holds checkpoints, and neither metrics\.jsonl nor sft\.jsonl: put back"):
+        rundir.make_room(settings(tmp_path), phase="train")
+    assert still_there(directory)
+
+
 def test_checkpoints_without_settings_are_not_touched(tmp_path: Path) -> None:
     directory = left_behind(tmp_path)
     (directory / "config.yaml").unlink()
@@ -204,10 +235,10 @@ def test_checkpoints_without_settings_are_not_touched(tmp_path: Path) -> None:
     assert still_there(directory)
 
 
-@pytest.mark.parametrize("text", ["", "run: {name: mi", "- 1"])
-def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", [b"", b"run: {name: mi", b"- 1", b"\x9b\xff"])
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: bytes) -> None:
     directory = left_behind(tmp_path)
-    (directory / "config.yaml").write_text(text, encoding="utf-8")
+    (directory / "config.yaml").write_bytes(text)
     with pytest.raises(UsageError, match=r"config\.yaml"):
         rundir.make_room(settings(tmp_path), phase="train")
     assert still_there(directory)
@@ -253,16 +284,53 @@ def names(folder: Path) -> list[str]:
 def test_a_run_that_goes_on_makes_later_traces_again(tmp_path: Path) -> None:
     traced(tmp_path, 1, 10, 20)
     (tmp_path / "traces" / "step_of_mine.parquet").write_text("not ours")
-    rundir.sort_out_traces(tmp_path, after=10)
+    rundir.sort_out(tmp_path, after=10)
     assert names(tmp_path / "traces") == ["step_000001.parquet", "step_000010.parquet", "step_of_mine.parquet"]
-    rundir.sort_out_traces(tmp_path / "without", after=10)
+    rundir.sort_out(tmp_path / "without", after=10)
 
 
 def test_a_run_that_begins_does_not_take_over_the_traces_of_one_that_saved_nothing(tmp_path: Path) -> None:
-    rundir.sort_out_traces(tmp_path, after=None)
+    rundir.sort_out(tmp_path, after=None)
     assert names(tmp_path) == []
     for step in (10, 20):  # the second time what was put aside makes room
         traced(tmp_path, step)
-        rundir.sort_out_traces(tmp_path, after=None)
+        rundir.sort_out(tmp_path, after=None)
         assert names(tmp_path) == ["traces.previous"]
         assert names(tmp_path / "traces.previous") == [f"step_{step:06d}.parquet"]
+
+
+def test_a_run_that_begins_shows_no_summary_and_no_rollouts_of_one_whose_checkpoints_are_gone(tmp_path: Path) -> None:
+    rundir.write_summary(tmp_path, {"step": 10, "eval/pass_at_1": 1.0})
+    (tmp_path / "rollouts").mkdir()
+    for step in (5, 10):
+        (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").touch()
+    rundir.sort_out(tmp_path, after=5)
+    assert names(tmp_path / "rollouts") == ["step_000005.jsonl"] and read_summary(tmp_path)["step"] == 10
+    rundir.sort_out(tmp_path, after=None)
+    assert names(tmp_path) == ["rollouts.previous", "summary.previous.json"] and read_summary(tmp_path) == {}
+
+
+def test_a_summary_that_is_no_text_is_none(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_bytes(b"\xe1\x01")
+    assert read_summary(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "line"),
+    [
+        (errno.ENOSPC, None, r"^{run}: cannot be written: No space left on device; make room or mend it, and the same command"),
+        (errno.EACCES, "metrics.jsonl", r"^{run}/metrics\.jsonl: cannot be used: Permission denied; mend it, and the same"),
+        (errno.EISDIR, "traces", r"^{run}/traces: cannot be used: Is a directory; mend it"),
+        (errno.EACCES, "../others", None),
+        (errno.ECONNRESET, None, None),
+    ],
+)
+def test_what_goes_wrong_with_a_runs_own_files_is_one_line(
+    tmp_path: Path, number: int, name: str | None, line: str | None
+) -> None:
+    """And what goes wrong with a user's is not taken for it."""
+    run = tmp_path / "run"
+    error = OSError(number, os.strerror(number), *([str((run / name).resolve())] if name else []))
+    with pytest.raises(OSError if line is None else UsageError, match=line and line.format(run=run)):
+        with one_line_for_files_of(run):
+            raise error

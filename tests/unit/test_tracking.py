@@ -84,6 +84,32 @@ def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
         read_steps(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"step": 1}\n[2]\n', "metrics.jsonl:2: is no step: must be an object"),
+        (b'{"reward/mean": 1}\n', "metrics.jsonl:1: is no step: must be an object"),
+        (b"\xe1\x01\n", "metrics.jsonl: cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_what_is_no_step_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UsageError, match=reason):
+        read_steps(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(("left", "says"), [(3, False), (2, True), (0, True)])
+def test_steps_that_a_run_has_lost_are_said_to_be(tmp_path: Path, left: int, says: bool) -> None:
+    with tracker(tmp_path) as track:
+        for step in range(1, left + 1):
+            track.log(step, {"a": 1.0})
+        track.to_disk()
+    with tracker(tmp_path) as track:
+        track.resume(3)
+    said = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert ("metrics.jsonl: lacks step 3" in said) == says
+
+
 def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     console = plain_console()
     with tracker(tmp_path, console) as track:
