@@ -19,10 +19,10 @@ def moe_modules(chunks: list[Any]) -> list[tuple[int, Any]]:
 
 
 def let_go_of_graphs(chunks: list[Any]) -> None:
-    """After a pass. Megatron's dispatchers keep their last gates, by which autograd's graph keeps the whole model: it goes over
-    C++, where Python's garbage collector does not see a cycle, and so neither weights nor process groups would ever be freed."""
+    """After a pass. Megatron's dispatchers keep their last gates, and through autograd's graph the whole model: by way of C++,
+    where Python's garbage collector sees no cycle, so that neither weights nor process groups would ever be freed."""
     for _, module in moe_modules(chunks):
         kept = vars(module.mlp.token_dispatcher)
-        kept |= {
-            name: value.detach() for name, value in kept.items() if isinstance(value, Tensor) and value.grad_fn is not None
-        }
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                kept[name] = value.detach()

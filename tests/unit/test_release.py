@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.config import OptimizerConfig
-from parallel.runtime import started
+from parallel.runtime import Runtime, started
 from tests.distributed.passes import Case
 from tests.distributed.value_passes import both, update_policy, update_values
 
@@ -32,15 +32,17 @@ def test_a_model_that_has_trained_is_freed_and_its_groups_with_it(name: str) -> 
     """The last pass has gradients, as a critic's has in PPO. Groups go where the world goes on, too."""
     with started(seed=0, threads=1, timeout_seconds=60) as runtime:
         gc.collect()
-        before, left = gloo_threads(), []
+        before = gloo_threads()
         for _ in range(2):  # a second build finds what the first has left
-            with both(CASES[name], runtime) as models:
-                for model, update in zip(models, (update_policy, update_values), strict=True):
-                    optimizer: Any = model.optimizer(OptimizerConfig(lr=1e-2), 10)
-                    update(model, optimizer, 0)
-                    left.append(weakref.ref(model.bare[0]))
-                most = gloo_threads()
-            del models, model, optimizer
+            left, most = built_and_trained(CASES[name], runtime)
             gc.collect()
-            assert [ref() for ref in left] == [None] * len(left)
+            assert [ref() for ref in left] == [None, None]
             assert gloo_threads() - before < (most - before) / 10
+
+
+def built_and_trained(case: Case, runtime: Runtime) -> tuple[list[weakref.ref[Any]], int]:
+    """The modules, weakly, and how many threads there were beside them."""
+    with both(case, runtime) as (policy, critic):
+        update_policy(policy, policy.optimizer(OptimizerConfig(lr=1e-2), 10), 0)
+        update_values(critic, critic.optimizer(OptimizerConfig(lr=1e-2), 10), 0)
+        return [weakref.ref(policy.bare[0]), weakref.ref(critic.bare[0])], gloo_threads()
