@@ -13,7 +13,7 @@ from torch import Tensor
 from models import build
 from models.config import ModelConfig, OptimizerConfig
 from models.initialise import initialise
-from models.layer_map import moe_modules
+from models.layer_map import let_go_of_graphs, moe_modules
 from models.optimizer import Optimizer
 from models.routing import Replay, check_replayed, install_taps, open_logs
 from models.stream import Stream
@@ -85,7 +85,10 @@ class Transformer(ABC):
 
         pairs = list(zip(streams, losses, strict=True))
         longest = max(stream.size for stream in streams)
-        results = run_microbatches(self.chunks, step, pairs, self.groups, longest=longest, forward_only=forward_only)
+        try:
+            results = run_microbatches(self.chunks, step, pairs, self.groups, longest=longest, forward_only=forward_only)
+        finally:
+            let_go_of_graphs(self.bare)
         check_replayed(streams, self.moe_layers)
         return results
 

@@ -79,6 +79,7 @@ def process_groups(parallel: ParallelConfig) -> Iterator[Groups]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     parallel.check_world(dist.get_world_size())
+    others = set(_known())
     state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -102,9 +103,18 @@ def process_groups(parallel: ParallelConfig) -> Iterator[Groups]:
     )
     try:
         yield groups
-    finally:
-        state.destroy_model_parallel()
-        gc.collect()  # a model is full of cycles, and as long as it lives its groups keep connections and threads
+    except BaseException:
+        state.destroy_model_parallel()  # connections stay until the error is on record
+        raise
+    state.destroy_model_parallel()
+    for group in [group for group in _known() if group not in others]:  # in the same order on all ranks
+        dist.destroy_process_group(group)
+    gc.collect()  # a model is full of cycles, and as long as it lives its groups keep connections and threads
+
+
+def _known() -> list[dist.ProcessGroup]:
+    """The groups that this rank is in, as torch keeps them until they are destroyed."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def _axis(group: Any) -> Axis:

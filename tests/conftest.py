@@ -1,5 +1,7 @@
 """Shape and type checks of the pure modules, switched on before anything imports them."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import torch
@@ -24,3 +26,9 @@ install_import_hook(
     "beartype.beartype",
 )
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Where tests build models: see there."""
+    if "models.build" in sys.modules:
+        importlib.import_module("tests.distributed.imported")

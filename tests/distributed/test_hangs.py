@@ -22,7 +22,7 @@ from parallel.watchdog import Watchdog
 from tests.distributed.ranks import place
 from tests.distributed.runs import Runs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

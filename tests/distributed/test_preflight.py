@@ -57,6 +57,7 @@ def looked_at(runtime: Runtime) -> tuple[list[RankReport], list[str], float]:
 
 
 @pytest.mark.distributed
+@pytest.mark.alone
 def test_every_group_of_four_ranks_on_two_nodes() -> None:
     found = run_on_ranks(looked_at, 4)
     reports = found[0][0]
@@ -88,12 +89,14 @@ def wrong_on_rank_1(runtime: Runtime) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.alone
 def test_a_wrong_result_is_found(tmp_path: Path) -> None:
     _, words, _ = ends(tmp_path, wrong_on_rank_1)
     assert words[0].startswith("preflight: sum in the data group of ranks 0-1 came out wrong at rank 1 on ")
 
 
 @pytest.mark.distributed
+@pytest.mark.alone
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     codes, words, seconds = ends(tmp_path, absent_on_rank_1)
     assert codes[0] == 2 and seconds < 3 + 2 + 8
@@ -102,6 +105,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.alone
 def test_a_rank_that_is_stuck_within_is_named(tmp_path: Path) -> None:
     codes, words, _ = ends(tmp_path, stuck_on_rank_1)
     assert codes == [2, 2]

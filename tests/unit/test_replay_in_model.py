@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models import build
 from models.initialise import initialise
-from models.layer_map import moe_modules
+from models.layer_map import let_go_of_graphs, moe_modules
 from models.model import MoEModel
 from models.routes import filler_routes
 from models.routing import Replay, RouteTap, check_replayed, install_taps, open_logs
@@ -131,6 +131,7 @@ def test_recomputation_takes_its_own_streams_routes(runtime: Runtime, seed: int,
             order = (2, 0, 1)
             for i in order:
                 scores[i].logprobs.sum().backward()
+        let_go_of_graphs(model.bare)
         check_replayed(streams, model.moe_layers)
         for i, routes in enumerate(routes_of(model, streams)):
             assert torch.equal(routes, forced[i])
