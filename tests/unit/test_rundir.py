@@ -164,7 +164,7 @@ def test_supervised_training_alone_does_not_go_on_in_a_warm_start(tmp_path: Path
 def test_what_a_killed_save_has_left_of_a_warm_start_is_none(tmp_path: Path) -> None:
     """The checkpoints beside it are those of supervised training."""
     directory = left_behind(tmp_path, "sft.steps=6")
-    (directory / "metrics.jsonl").unlink()
+    (directory / "metrics.jsonl").rename(directory / "sft.jsonl")
     (directory / "checkpoints" / "warm_start" / ".step_000002.part").mkdir(parents=True)
     assert rundir.make_room(settings(tmp_path, "sft.steps=6"), phase="sft") is None
 
