@@ -47,11 +47,15 @@ def check_layout(path: Path, parallel: ParallelConfig, processes: int) -> None:
     """Raises UsageError where the checkpoint was saved within a step, and in another layout or number of processes."""
     if not is_within_step(path):
         return
-    was, now = json.loads(begun_layout(path).read_text(encoding="utf-8")), parallel.model_dump()
-    keys = was["parallel"].keys() - {"dispatcher", "timeout_seconds"}
-    changed = [f"parallel.{key}={was['parallel'][key]}" for key in sorted(keys) if was["parallel"][key] != now.get(key)]
-    if was["processes"] != processes:
-        changed.append(f"run.processes={was['processes']}")
+    try:
+        found = json.loads(begun_layout(path).read_text(encoding="utf-8"))
+        was, ranks = dict(found["parallel"]), found["processes"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return  # damaged, as the one who reads it all will find
+    now, keys = parallel.model_dump(), was.keys() - {"dispatcher", "timeout_seconds"}
+    changed = [f"parallel.{key}={was[key]}" for key in sorted(keys) if was[key] != now.get(key)]
+    if ranks != processes:
+        changed.append(f"run.processes={ranks}")
     if changed:
         raise UsageError(
             f"{path}: was saved within a step, which goes on only in the layout that began it: {' '.join(changed)}; use that "

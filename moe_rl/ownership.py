@@ -61,9 +61,10 @@ def owned(directory: Path) -> Iterator[Callable[[], None]]:
 
 def _read(directory: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((directory / FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):  # damaged: by nobody who still writes
+        found = json.loads((directory / FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # damaged: by nobody who still writes
         return None
+    return found if isinstance(found, dict) and found.keys() >= {"host", "process", "since", "token"} else None
 
 
 def _lives(process: int, since: float) -> bool:

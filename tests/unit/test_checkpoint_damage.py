@@ -20,6 +20,7 @@ from moe_rl import checkpoint, checkpoint_paths
 from moe_rl.checkpoint import CriticState, Progress, Saver, files
 from moe_rl.checkpoint.shards import Shards
 from moe_rl.config import CheckpointSection
+from parallel.config import ParallelConfig
 from parallel.errors import UsageError
 from parallel.runtime import Runtime, started
 from tests.distributed.passes import Case, built
@@ -199,6 +200,15 @@ def test_an_old_one_that_cannot_be_removed_is_said_to_be_that(
         with pytest.raises(UsageError, match=r"/\.step_000001\.old: cannot be removed: Permission denied; the new checkpoint"):
             checkpoint.save(here, Progress(3, 0, 0, 0.0), model, optimizer, keep=2)
     assert checkpoint_paths.newest(here) == here / "step_000003"
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"parallel": 3}', b"\xe1", None])
+def test_a_layout_that_cannot_be_read_is_left_to_who_reads_it_all(tmp_path: Path, text: bytes | None) -> None:
+    path = tmp_path / "step_000002_1"
+    checkpoint_paths.begun_layout(path).parent.mkdir(parents=True)
+    if text is not None:
+        checkpoint_paths.begun_layout(path).write_bytes(text)
+    checkpoint_paths.check_layout(path, ParallelConfig(), 1)
 
 
 def test_what_was_damaged_before_is_not_written_over(runtime: Runtime, here: Path) -> None:
