@@ -108,7 +108,8 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 @pytest.mark.alone
 def test_a_rank_that_is_stuck_within_is_named(tmp_path: Path) -> None:
     codes, words, _ = ends(tmp_path, stuck_on_rank_1)
-    assert codes == [2, 2]
+    # rank 0 may hear its connection break as rank 1 ends, before it has decided itself: the cause is the first word
+    assert codes[1] == 2 and codes[0] in (1, 2)
     assert words[0].startswith("preflight: not done after 3 s: does not get beyond rank 1: ")
     assert ": all_to_all, small, in the data group of ranks 0-1, in <lambda> (test_preflight.py:" in words[0]
 
