@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from signal import SIGTERM
 
@@ -22,12 +22,15 @@ _TELL_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
 
-def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int) -> int:
+def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int, heard: Collection[int] = ()) -> int:
     """Of one agent whose ranks have ended and did not all succeed: the exit code of the one that failed first.
 
     ended: of each failed rank the exit code (negative: the signal), and the last time when it may have lived. agents: how many
-    the job has. The first agent here that knows says what went wrong, wherever it began.
+    the job has. heard: signals that this agent heard while its ranks ran. The first agent here that knows says what went wrong,
+    wherever it began.
     """
+    # a rank that died of what all were told did not listen yet: there was nothing to save
+    ended = {rank: (SAVED if -code in heard else code, seen) for rank, (code, seen) in ended.items()}
     # the others of a node are ended by SIGTERM when one has failed: that is never how it began
     ended = {rank: how for rank, how in ended.items() if how[0] != -SIGTERM} or ended
     spoken = {failure.rank for failure in recorded(folder)}
@@ -37,7 +40,7 @@ def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int) 
     (folder / f"agent_of_{min(ended)}").touch()
     # A rank that ends so was asked to, and what it knows is saved: where others broke off in that, nothing is lost.
     if any(code == SAVED for code, _ in ended.values()):
-        _say_how(folder, f"{SAVED} saved")
+        say_how(folder, f"{SAVED} saved")
     wait_until(lambda: len([*folder.glob("agent_of_*")]) >= agents, CLOSING_SECONDS if _is_saved(folder) else _SETTLE_SECONDS)
     if _is_saved(folder):
         return SAVED
@@ -52,12 +55,13 @@ def _tell(first: Failure, folder: Path) -> None:
         (folder / "telling").touch(exist_ok=False)
         report(first, folder)
         sys.stderr.flush()
-        _say_how(folder, f"{first.exit_code} {headline(first)}")
+        say_how(folder, f"{first.exit_code} {headline(first)}")
         return
     wait_until(lambda: (folder / ENDED).exists(), _TELL_SECONDS)
 
 
-def _say_how(folder: Path, line: str) -> None:
+def say_how(folder: Path, line: str) -> None:
+    """What the job's last line says: an exit code, and why."""
     part = folder / f".{ENDED}.{os.getpid()}"
     part.write_text(f"{line}\n", encoding="utf-8")
     part.replace(folder / ENDED)

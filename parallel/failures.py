@@ -117,9 +117,3 @@ def headline(failure: Failure) -> str:
         return f"moe-rl: error: {message}"
     colon = ":" if failure.traceback or failure.kind == HANG else ""
     return f"rank {failure.rank} failed first: {failure.kind}{colon} {message}"
-
-
-def leave_signals_to_ranks() -> None:
-    """In a process that starts ranks where SIGUSR1 and SIGTERM reach each of them anyway."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: a rank that does not listen yet must not die of it
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # not inherited: it is how ranks are ended when one has failed

@@ -1,6 +1,8 @@
 """Where the ranks of a run meet, and who has not come."""
 
+import contextlib
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from parallel.errors import UsageError
 from parallel.launch import World, node_name
 
 MEETING_SECONDS = 600.0  # nodes of one job may start minutes apart
+_WAIT_SECONDS = 2.0  # a wait inside the store hears no signal
 
 
 def met(world: World, seconds: float, rendezvous: Path | None = None) -> Store:
@@ -35,12 +38,13 @@ def met(world: World, seconds: float, rendezvous: Path | None = None) -> Store:
     store.set(f"came/{world.rank}", "")
     if store.add("came", 1) == world.size:
         store.set("all", "")
-    try:
-        store.wait(["all"], timeout)
-    except dist.DistError as error:
-        absent = [str(rank) for rank in range(world.size) if not store.check([f"came/{rank}"])]
-        raise UsageError(
-            f"rank {', '.join(absent)} of {world.size} did not start within {seconds:.0f} s; look at what these ranks printed, "
-            "and at their nodes"
-        ) from error
-    return store
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait(["all"], timedelta(seconds=min(left, _WAIT_SECONDS)))
+            return store
+    absent = [str(rank) for rank in range(world.size) if not store.check([f"came/{rank}"])]
+    raise UsageError(
+        f"rank {', '.join(absent)} of {world.size} did not start within {seconds:.0f} s; look at what these ranks printed, "
+        "and at their nodes"
+    )

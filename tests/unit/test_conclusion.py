@@ -118,7 +118,43 @@ def test_a_rank_that_srun_started(tmp_path: Path) -> None:
 
 
 def test_signals_are_left_to_the_rank(tmp_path: Path) -> None:
-    """Also one that does not listen yet: it does not die of SIGUSR1."""
-    done = one_rank(tmp_path, "[os.kill(pid, n) for n in (signal.SIGUSR1, signal.SIGTERM) for pid in [os.getppid()]]\nexit(75)")
+    """One that does not listen yet dies of what all were told, and has nothing to save."""
+    both = "[os.kill(pid, n) for n in (signal.SIGUSR1, signal.SIGTERM) for pid in [os.getppid()]]"
+    done = one_rank(tmp_path, f"{both}\nexit(75)")
     assert done.returncode == 75 and how(tmp_path) == "75 saved\n"
-    assert one_rank(tmp_path / "b", "os.kill(os.getpid(), signal.SIGUSR1)").returncode == 0
+    assert one_rank(tmp_path / "b", f"{both}\nexit(0)").returncode == 0
+    for name in ("SIGUSR1", "SIGTERM"):
+        done = one_rank(tmp_path / name, f"{both}\nos.kill(os.getpid(), signal.{name})")
+        assert (done.returncode, done.stderr) == (75, "") and how(tmp_path / name) == "75 saved\n"
+    done = one_rank(tmp_path / "c", "os.kill(os.getpid(), signal.SIGUSR1)")
+    assert (done.returncode, done.stderr) == (138, "rank 0 failed first: killed by signal SIGUSR1\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_before_there_are_ranks_ends_the_agent(tmp_path: Path, number: signal.Signals) -> None:
+    body = f"""if True:
+        import os
+        from pathlib import Path
+        from parallel.deferred import LeftToRanks
+        signals = LeftToRanks(Path("{tmp_path}"))
+        os.kill(os.getpid(), {int(number)})
+        print("goes on")
+    """
+    done = subprocess.run([sys.executable, "-c", body], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, "") and how(tmp_path) == "75 saved\n"
+
+
+def test_a_signal_while_ranks_are_started_reaches_all_of_them(tmp_path: Path) -> None:
+    body = f"""if True:
+        import os, signal, subprocess
+        from pathlib import Path
+        from parallel.deferred import LeftToRanks
+        signals = LeftToRanks(Path("{tmp_path}"))
+        with signals.starting() as processes:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            rank = subprocess.Popen(["sleep", "60"])
+            processes.append(rank.pid)
+        print(rank.wait(10), signals.heard == {{signal.SIGUSR1}})
+    """
+    done = subprocess.run([sys.executable, "-c", body], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.stdout == f"{-signal.SIGUSR1} True\n", done.stderr
