@@ -6,7 +6,7 @@ none goes before this is known. Imports no torch.
 """
 
 import contextlib
-import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +15,7 @@ from signal import SIGTERM
 
 from parallel.failures import CLOSING_SECONDS, SAVED, Failure, headline, recorded, report, wordless, write
 
+_SAVED = "saved"  # in the folder, where a rank has ended as one that was asked to
 ENDED = "ended"  # in the folder: "137 rank 1 failed first: killed by signal SIGKILL"
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL for the ranks of a node on which one has failed
 _SETTLE_SECONDS = GRACE_SECONDS + 2.0  # until the node where it began has said so
@@ -31,8 +32,9 @@ def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int, 
     """
     # a rank that died of what all were told did not listen yet: there was nothing to save
     ended = {rank: (SAVED if -code in heard else code, seen) for rank, (code, seen) in ended.items()}
-    # the others of a node are ended by SIGTERM when one has failed: that is never how it began
-    ended = {rank: how for rank, how in ended.items() if how[0] != -SIGTERM} or ended
+    # The others of a node are ended by SIGTERM when one has failed, whether they listen or not: that is never how it began.
+    ends_others = {-SIGTERM} if heard else {-SIGTERM, SAVED}
+    ended = {rank: how for rank, how in ended.items() if how[0] not in ends_others} or ended
     spoken = {failure.rank for failure in recorded(folder)}
     for rank, (code, seen) in ended.items():
         if rank not in spoken and code != SAVED:
@@ -40,13 +42,27 @@ def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int, 
     (folder / f"agent_of_{min(ended)}").touch()
     # A rank that ends so was asked to, and what it knows is saved: where others broke off in that, nothing is lost.
     if any(code == SAVED for code, _ in ended.values()):
-        say_how(folder, f"{SAVED} saved")
-    wait_until(lambda: len([*folder.glob("agent_of_*")]) >= agents, CLOSING_SECONDS if _is_saved(folder) else _SETTLE_SECONDS)
-    if _is_saved(folder):
+        (folder / _SAVED).touch()
+
+    saves = (folder / _SAVED).exists()
+    wait_until(lambda: _all_here(folder, agents) or _is_known(folder), CLOSING_SECONDS if saves else _SETTLE_SECONDS)
+    # Where one has not come it may have died, and it was srun which then asked the others to end.
+    if (folder / _SAVED).exists() and (_all_here(folder, agents) or _is_known(folder)):
+        if not _is_known(folder):
+            say_how(folder, f"{SAVED} saved")
         return SAVED
     failures = sorted(recorded(folder), key=lambda one: (one.time, one.rank))
-    _tell(failures[0], folder)
-    return next(failure.exit_code for failure in failures if failure.rank in ended)
+    if failures:
+        _tell(failures[0], folder)
+    return next((failure.exit_code for failure in failures if failure.rank in ended), 128 + SIGTERM)
+
+
+def _all_here(folder: Path, agents: int) -> bool:
+    return len([*folder.glob("agent_of_*")]) >= agents
+
+
+def _is_known(folder: Path) -> bool:
+    return (folder / ENDED).exists()
 
 
 def _tell(first: Failure, folder: Path) -> None:
@@ -57,19 +73,14 @@ def _tell(first: Failure, folder: Path) -> None:
         sys.stderr.flush()
         say_how(folder, f"{first.exit_code} {headline(first)}")
         return
-    wait_until(lambda: (folder / ENDED).exists(), _TELL_SECONDS)
+    wait_until(lambda: _is_known(folder), _TELL_SECONDS)
 
 
 def say_how(folder: Path, line: str) -> None:
     """What the job's last line says: an exit code, and why."""
-    part = folder / f".{ENDED}.{os.getpid()}"
+    part = folder / f".{ENDED}.{secrets.token_hex(8)}"
     part.write_text(f"{line}\n", encoding="utf-8")
     part.replace(folder / ENDED)
-
-
-def _is_saved(folder: Path) -> bool:
-    path = folder / ENDED
-    return path.exists() and path.read_text(encoding="utf-8").startswith(f"{SAVED} ")
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> None:

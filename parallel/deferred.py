@@ -13,8 +13,9 @@ from parallel.launch import SAVING_SIGNALS, end_with_nothing_to_save
 
 
 class LeftToRanks:
-    """From here on this process dies of neither. Before its ranks are there it ends as a run that has saved: there is nothing
-    to save, and nobody else would hear it. Then the signals are the ranks' own, and only remembered."""
+    """From here on this process dies of neither. Before its ranks are there SIGUSR1 ends it as a run that has saved: there is
+    nothing to save. SIGTERM is kept for them, as it may come from srun, because another agent failed to start. Then both are
+    the ranks' own, and only remembered."""
 
     def __init__(self, folder: Path) -> None:
         """folder: where agents meet (parallel/conclusion.py)."""
@@ -25,8 +26,8 @@ class LeftToRanks:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[list[int]]:
-        """Within the block the ranks are started, and their processes noted in its list: what comes meanwhile may miss some,
-        and is handed on to all."""
+        """Within the block the ranks are started, and their processes noted in its list: what came until then is handed on
+        to all of them."""
         self._begun, processes = True, list[int]()
         yield processes
         for process in processes:
@@ -35,7 +36,7 @@ class LeftToRanks:
                     os.kill(process, number)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if not self._begun:
+        if not self._begun and number == signal.SIGUSR1:
             say_how(self._folder, f"{SAVED} saved")
             end_with_nothing_to_save(frame)
         self.heard.add(number)

@@ -70,8 +70,8 @@ def saving_signals_end() -> Iterator[None]:
 
 
 def end_with_nothing_to_save(frame: FrameType | None) -> NoReturn:
-    """Ends this process with the code of a run that has saved. frame: where a signal found it. An exception inside an import may
-    be taken for a module that is not there (torch does so with numpy)."""
+    """Ends this process with the code of a run that has saved. frame: where a signal found it. An exception inside an import
+    may be taken for a module that is not there (torch does so with numpy)."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os._exit(SAVED)

@@ -83,6 +83,28 @@ def test_a_job_that_has_saved_did_not_fail(
     assert how(tmp_path) == "75 saved\n" and capsys.readouterr().err == ""
 
 
+def test_ranks_that_were_ended_because_one_failed_did_not_save(tmp_path: Path) -> None:
+    """While they start, SIGTERM ends them with the code of a run that has nothing to save."""
+    write(tmp_path, failed(1, "ImportError", "no such library"))
+    assert conclude({0: (75, NOW), 1: (1, NOW + 1)}, tmp_path, 1) == 1  # torchrun ended the other
+    assert how(tmp_path) == "1 rank 1 failed first: ImportError: no such library\n"
+
+
+def test_what_is_known_is_not_unsaid(tmp_path: Path) -> None:
+    """The agent that has told it is gone, and srun ends what still starts elsewhere."""
+    write(tmp_path, failed(1, "ImportError", "no such library"))
+    (tmp_path / "ended").write_text("1 rank 1 failed first: ImportError: no such library\n")
+    conclude({0: (75, NOW)}, tmp_path, 2, {signal.SIGTERM})
+    assert how(tmp_path) == "1 rank 1 failed first: ImportError: no such library\n"
+
+
+def test_a_job_that_has_lost_an_agent_has_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not come up, for example: queued again, the job would do the same for ever."""
+    monkeypatch.setattr(conclusion, "CLOSING_SECONDS", 0.3)
+    assert conclude({0: (75, NOW)}, tmp_path, 2, {signal.SIGTERM}) == 143
+    assert not (tmp_path / "ended").exists()
+
+
 def test_no_agent_leaves_before_all_have_saved(tmp_path: Path) -> None:
     """The first one that has gone is the sign to end the others."""
     ends: list[float] = []
@@ -130,18 +152,26 @@ def test_signals_are_left_to_the_rank(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (138, "rank 0 failed first: killed by signal SIGUSR1\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_before_there_are_ranks_ends_the_agent(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_before_there_are_ranks(tmp_path: Path) -> None:
+    """SIGUSR1 ends the agent. SIGTERM, which srun sends too when another agent has not come up, waits for the ranks."""
     body = f"""if True:
-        import os
+        import os, signal, subprocess
         from pathlib import Path
         from parallel.deferred import LeftToRanks
         signals = LeftToRanks(Path("{tmp_path}"))
-        os.kill(os.getpid(), {int(number)})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with signals.starting() as processes:
+            rank = subprocess.Popen(["sleep", "60"])
+            processes.append(rank.pid)
+        print(rank.wait(10), flush=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print(len(signals.heard), flush=True)
+        LeftToRanks(Path("{tmp_path}"))
+        os.kill(os.getpid(), signal.SIGUSR1)
         print("goes on")
     """
     done = subprocess.run([sys.executable, "-c", body], cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (75, "") and how(tmp_path) == "75 saved\n"
+    assert (done.returncode, done.stdout) == (75, "-15\n2\n") and how(tmp_path) == "75 saved\n"
 
 
 def test_a_signal_while_ranks_are_started_reaches_all_of_them(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_what_a_job_of_the_same_number_left_is_not_this_ones(tmp_path: Path) -> 
     """A cluster that was set up anew counts from 1 again."""
     logs = tmp_path / "my jobs" / "12345"
     logs.mkdir(parents=True)
-    for name in ("ended", "telling", "agent_of_0", "rank_1.json", "rank_1.log"):
+    for name in ("ended", "telling", "saved", "agent_of_0", "rank_1.json", "rank_1.log"):
         (logs / name).write_text("137 rank 1 failed first: killed by signal SIGKILL\n")
     done, _, _ = play(tmp_path, job(), 0)
     assert done.returncode == 0 and "ended with code" not in done.stdout

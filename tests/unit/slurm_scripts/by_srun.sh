@@ -37,7 +37,7 @@ logs=/home/me/work/slurm/one/$job${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_C
 # What each rank runs: the main one prints into the job's log, every other one into a file of its own.
 rank='[ "${RANK:=$SLURM_PROCID}" = 0 ] || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"'
 mkdir -p "$logs" || exit
-rm -f "$logs"/{ended,telling,agent_of_*,rank_*.json}  # of a job of the same number, on another cluster
+rm -f "$logs"/{ended,telling,saved,agent_of_*,rank_*.json}  # of a job of the same number, on another cluster
 export MASTER_ADDR=$head MASTER_PORT=$port
 echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RESTART_COUNT + 1)))}: $settings, ranks' output in $logs"
 
@@ -65,6 +65,8 @@ if [ -z "$heard" ]; then
         read -r code why <"$logs/ended"
     elif [ -n "$heard" ] && [ "$code" -ge 128 ]; then
         code=75  # before anything listened
+    elif [ "$code" -ne 0 ]; then
+        why="see what srun says first, above"
     fi
 fi
 

@@ -54,7 +54,7 @@ head="$head-ib0"
 # What each rank runs: the main one prints into the job's log, every other one into a file of its own.
 rank='[ "${RANK:=$SLURM_PROCID}" = 0 ] || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"'
 mkdir -p "$logs" || exit
-rm -f "$logs"/{ended,telling,agent_of_*,rank_*.json}  # of a job of the same number, on another cluster
+rm -f "$logs"/{ended,telling,saved,agent_of_*,rank_*.json}  # of a job of the same number, on another cluster
 echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RESTART_COUNT + 1)))}: $settings, ranks' output in $logs"
 
 code=75 why=  # there is nothing to save yet
@@ -87,6 +87,8 @@ if [ -z "$heard" ]; then
         read -r code why <"$logs/ended"
     elif [ -n "$heard" ] && [ "$code" -ge 128 ]; then
         code=75  # before anything listened
+    elif [ "$code" -ne 0 ]; then
+        why="see what srun says first, above"
     fi
 fi
 
