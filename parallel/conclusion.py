@@ -14,6 +14,7 @@ from pathlib import Path
 from signal import SIGTERM
 
 from parallel.failures import CLOSING_SECONDS, SAVED, Failure, headline, recorded, report, wordless, write
+from parallel.launch import node_name
 
 _SAVED = "saved"  # in the folder, where a rank has ended as one that was asked to
 ENDED = "ended"  # in the folder: "137 rank 1 failed first: killed by signal SIGKILL"
@@ -36,13 +37,14 @@ def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int, 
     ends_others = {-SIGTERM} if heard else {-SIGTERM, SAVED}
     ended = {rank: how for rank, how in ended.items() if how[0] not in ends_others} or ended
     spoken = {failure.rank for failure in recorded(folder)}
-    for rank, (code, seen) in ended.items():
-        if rank not in spoken and code != SAVED:
-            write(folder, wordless(rank, code, seen))
-    (folder / f"agent_of_{min(ended)}").touch()
-    # A rank that ends so was asked to, and what it knows is saved: where others broke off in that, nothing is lost.
-    if any(code == SAVED for code, _ in ended.values()):
-        (folder / _SAVED).touch()
+    silent = [wordless(rank, *how) for rank, how in ended.items() if rank not in spoken and how[0] != SAVED]
+    with contextlib.suppress(OSError):  # a full disk, maybe: then each agent tells what it knows
+        for failure in silent:
+            write(folder, failure)
+        (folder / f"agent_of_{min(ended)}").touch()
+        # A rank that ends so was asked to, and what it knows is saved: where others broke off in that, nothing is lost.
+        if any(code == SAVED for code, _ in ended.values()):
+            (folder / _SAVED).touch()
 
     saves = (folder / _SAVED).exists()
     wait_until(lambda: _all_here(folder, agents) or _is_known(folder), CLOSING_SECONDS if saves else _SETTLE_SECONDS)
@@ -51,10 +53,29 @@ def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int, 
         if not _is_known(folder):
             say_how(folder, f"{SAVED} saved")
         return SAVED
-    failures = sorted(recorded(folder), key=lambda one: (one.time, one.rank))
+    known = {failure.rank: failure for failure in (*silent, *recorded(folder))}
+    failures = sorted(known.values(), key=lambda one: (one.time, one.rank))
     if failures:
         _tell(failures[0], folder)
     return next((failure.exit_code for failure in failures if failure.rank in ended), 128 + SIGTERM)
+
+
+def arrive(folder: Path) -> None:
+    """Of an agent that has started: by this its node is known to have come."""
+    (folder / f"node_{node_name()}").touch()
+
+
+def alone(error: str, folder: Path, agents: int) -> int:
+    """Of an agent that did not meet the others, or has lost them: the exit code."""
+    if not _is_known(folder):
+        names = sorted(path.name.removeprefix("node_") for path in folder.glob("node_*"))
+        text = (
+            f"moe-rl: error: {node_name()} does not reach the other nodes, or one did not start or is gone: {error.rstrip('.')}; "
+            f"of {agents} nodes these had started: {', '.join(names)}"
+        )
+        print(text, file=sys.stderr, flush=True)
+        say_how(folder, f"1 {text}")
+    return 1
 
 
 def _all_here(folder: Path, agents: int) -> bool:
@@ -67,20 +88,24 @@ def _is_known(folder: Path) -> bool:
 
 def _tell(first: Failure, folder: Path) -> None:
     """Of several agents one reports, and the others wait for it."""
-    with contextlib.suppress(FileExistsError):
+    try:
         (folder / "telling").touch(exist_ok=False)
-        report(first, folder)
-        sys.stderr.flush()
-        say_how(folder, f"{first.exit_code} {headline(first)}")
+    except FileExistsError:
+        wait_until(lambda: _is_known(folder), _TELL_SECONDS)
         return
-    wait_until(lambda: _is_known(folder), _TELL_SECONDS)
+    except OSError as error:
+        print(f"{folder}: {error.strerror}", file=sys.stderr)
+    report(first, folder)
+    sys.stderr.flush()
+    say_how(folder, f"{first.exit_code} {headline(first)}")
 
 
 def say_how(folder: Path, line: str) -> None:
     """What the job's last line says: an exit code, and why."""
     part = folder / f".{ENDED}.{secrets.token_hex(8)}"
-    part.write_text(f"{line}\n", encoding="utf-8")
-    part.replace(folder / ENDED)
+    with contextlib.suppress(OSError):
+        part.write_text(f"{line}\n", encoding="utf-8")
+        part.replace(folder / ENDED)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> None:

@@ -55,7 +55,7 @@ class report_errors:
 
 
 def leave_word(failure: Failure) -> bool:
-    """Records how this rank ends for whoever started it; False where that was none who looks for it.
+    """Records how this rank ends for whoever started it; False where that was none who looks for it, or it cannot be written.
 
     Torchrun shows in its summary what it finds in a file that it names.
     """
@@ -65,9 +65,13 @@ def leave_word(failure: Failure) -> bool:
         with contextlib.suppress(OSError):
             Path(summary).write_text(json.dumps({"message": message}), encoding="utf-8")
     folder = os.environ.get(ERROR_DIR)
-    if folder is not None:
+    if folder is None:
+        return False
+    try:
         write(Path(folder), failure)
-    return folder is not None
+    except OSError:  # a full disk, maybe
+        return False
+    return True
 
 
 def wordless(rank: int, code: int, looked: float) -> Failure:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.conclusion import GRACE_SECONDS, conclude, wait_until
+from parallel.conclusion import GRACE_SECONDS, alone, arrive, conclude, wait_until
 from parallel.deferred import LeftToRanks
 from parallel.failures import CLOSING_SECONDS, ERROR_DIR, SAVED
 
@@ -28,17 +28,18 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ[ERROR_DIR] = str(folder)
     signals = LeftToRanks(folder)
+    arrive(folder)
     # When another node's torchrun has gone, this one's C++ side prints a page about it; ranks have their own level again.
     level = os.environ.get(_CPP_LEVEL)
     os.environ[_CPP_LEVEL] = level or "ERROR"
     from torch.distributed import run
     from torch.distributed.elastic import multiprocessing as started
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     if level is None:
         del os.environ[_CPP_LEVEL]
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    logging.getLogger(f"{started.__name__}.api").addFilter(lambda record: f"(exitcode: {SAVED})" not in record.getMessage())
+    logging.disable(logging.ERROR)  # what torchrun says of ranks that ended is said here, once in the job
 
     # torch 2.14 has --shutdown-timeout, but not for the ranks that are left when one has failed
     class Context(started.SubprocessContext):
@@ -56,10 +57,12 @@ def main(arguments: Sequence[str]) -> int:
     started.SubprocessContext = Context
     with tempfile.TemporaryDirectory(prefix="moe-rl-") as scratch:  # torchrun's own files, which it would leave
         words = ["--log-dir", scratch, *_LEFT_TO_RANKS, *arguments[1:]]
+        nodes = int(run.parse_args(words).nnodes.split(":")[-1])
         try:
             run.main(words)
+        except RendezvousError as error:
+            return alone(str(error), folder, nodes)
         except ChildFailedError as error:
-            nodes = int(run.parse_args(words).nnodes.split(":")[-1])
             ended = {rank: (one.exitcode, one.timestamp) for rank, one in error.failures.items()}
             return conclude(ended, folder, nodes, signals.heard)
     return 0

@@ -12,7 +12,7 @@ import pytest
 
 from parallel import conclusion
 from parallel.conclusion import conclude
-from parallel.failures import Failure, recorded, write
+from parallel.failures import Failure, recorded, report_errors, write
 
 NOW = int(time.time())
 
@@ -120,6 +120,19 @@ def test_no_agent_leaves_before_all_have_saved(tmp_path: Path) -> None:
     ends.append(time.monotonic() - began)
     thread.join()
     assert 1 <= ends[0] < 10
+
+
+def test_where_nothing_can_be_written_it_is_told_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conclusion, "_SETTLE_SECONDS", 0.3)
+    gone = tmp_path / "gone"
+    assert conclude({1: (-9, NOW)}, gone, 2) == 137
+    told = f"{gone}: No such file or directory\nrank 1 failed first: killed by signal SIGKILL (out of memory?)\n"
+    assert capsys.readouterr().err == told
+    monkeypatch.setenv("MOE_RL_ERROR_DIR", str(gone))
+    with pytest.raises(ValueError, match="the cause"), report_errors():
+        raise ValueError("the cause")
 
 
 def one_rank(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
