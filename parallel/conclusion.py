@@ -68,10 +68,10 @@ def arrive(folder: Path) -> None:
 def alone(error: str, folder: Path, agents: int) -> int:
     """Of an agent that did not meet the others, or has lost them: the exit code."""
     if not _is_known(folder):
-        names = sorted(path.name.removeprefix("node_") for path in folder.glob("node_*"))
+        names = ", ".join(sorted(path.name.removeprefix("node_") for path in folder.glob("node_*")))
         text = (
-            f"moe-rl: error: {node_name()} does not reach the other nodes, or one did not start or is gone: {error.rstrip('.')}; "
-            f"of {agents} nodes these had started: {', '.join(names)}"
+            f"moe-rl: error: {node_name()} does not reach the other nodes, or one did not start or is gone: "
+            f"{error.rstrip('.')}; of {agents} nodes these had started: {names}"
         )
         print(text, file=sys.stderr, flush=True)
         say_how(folder, f"1 {text}")
@@ -104,7 +104,7 @@ def say_how(folder: Path, line: str) -> None:
     """What the job's last line says: an exit code, and why."""
     part = folder / f".{ENDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(OSError):
-        part.write_text(f"{line}\n", encoding="utf-8")
+        part.write_text(f"{' '.join(line.split())}\n", encoding="utf-8")
         part.replace(folder / ENDED)
 
 

@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.conclusion import GRACE_SECONDS, alone, arrive, conclude, wait_until
+from parallel.conclusion import GRACE_SECONDS, alone, arrive, conclude, say_how, wait_until
 from parallel.deferred import LeftToRanks
 from parallel.failures import CLOSING_SECONDS, ERROR_DIR, SAVED
+from parallel.launch import node_name
 
 _CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported
 _LEFT_TO_RANKS = ("--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT")
@@ -32,10 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     # When another node's torchrun has gone, this one's C++ side prints a page about it; ranks have their own level again.
     level = os.environ.get(_CPP_LEVEL)
     os.environ[_CPP_LEVEL] = level or "ERROR"
-    from torch.distributed import run
-    from torch.distributed.elastic import multiprocessing as started
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    try:
+        from torch.distributed import run
+        from torch.distributed.elastic import multiprocessing as started
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+    except (ImportError, OSError) as error:  # a library that this node lacks
+        say_how(folder, f"1 {node_name()}: {type(error).__name__}: {error}")
+        raise
 
     if level is None:
         del os.environ[_CPP_LEVEL]

@@ -139,7 +139,7 @@ def _rank(job: Job) -> list[str]:
         "# What each rank runs: the main one prints into the job's log, every other one into a file of its own.",
         """rank='[ "${RANK:=$SLURM_PROCID}" = 0 ] || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"'""",
         'mkdir -p "$logs" || exit',
-        f'rm -f "$logs"/{{{ENDED},telling,saved,agent_of_*,node_*,rank_*.json}}  # of a job of the same number, on another cluster',
+        f'rm -f "$logs"/{{{ENDED},telling,saved,agent_of_*,node_*,rank_*.json}}  # where another cluster had this number too',
     ]
     if job.section.launcher == "srun":
         lines.append("export MASTER_ADDR=$head MASTER_PORT=$port")

@@ -116,3 +116,11 @@ def test_a_node_that_does_not_come_is_told_in_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("moe-rl: error: n7 does not reach the other nodes, or one did not start or is gone: ")
     assert done.stderr.endswith("; of 2 nodes these had started: n7\n")
     assert (tmp_path / "ended").read_text() == f"1 {done.stderr}"
+
+
+def test_a_node_without_a_library_is_told(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open\\nshared object file')")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SLURMD_NODENAME": "n7"}
+    command = [sys.executable, "-P", "-m", "parallel.torchrun", tmp_path / "logs", "--standalone", "none.py"]
+    assert subprocess.run(command, env=env, capture_output=True, timeout=60).returncode == 1
+    assert (tmp_path / "logs" / "ended").read_text() == "1 n7: ImportError: libcudart.so.13: cannot open shared object file\n"

@@ -36,7 +36,7 @@ logs=/home/me/work/slurm/one/$job${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_C
 # What each rank runs: the main one prints into the job's log, every other one into a file of its own.
 rank='[ "${RANK:=$SLURM_PROCID}" = 0 ] || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"'
 mkdir -p "$logs" || exit
-rm -f "$logs"/{ended,telling,saved,agent_of_*,node_*,rank_*.json}  # of a job of the same number, on another cluster
+rm -f "$logs"/{ended,telling,saved,agent_of_*,node_*,rank_*.json}  # where another cluster had this number too
 echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RESTART_COUNT + 1)))}: $settings, ranks' output in $logs"
 
 code=75 why=  # there is nothing to save yet
