@@ -22,6 +22,7 @@ GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL for the ranks of a node on wh
 _SETTLE_SECONDS = GRACE_SECONDS + 2.0  # until the node where it began has said so
 _TELL_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 2.0
 
 
 def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int, heard: Collection[int] = ()) -> int:
@@ -76,6 +77,21 @@ def alone(error: str, folder: Path, agents: int) -> int:
         print(text, file=sys.stderr, flush=True)
         say_how(folder, f"1 {text}")
     return 1
+
+
+class Outside:
+    """Whether the others have told how the job ended, so that ranks which still run are to be ended. That is not left to
+    srun, which waits as long as the cluster's KillWait says: half a minute by default."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._looked = folder, time.monotonic()
+
+    def has_ended(self) -> bool:
+        """Looks every few seconds: the folder is on a file system that thousands may share."""
+        if time.monotonic() < self._looked + _LOOK_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return _is_known(self._folder)
 
 
 def _all_here(folder: Path, agents: int) -> bool:

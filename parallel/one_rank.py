@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.conclusion import conclude
+from parallel.conclusion import GRACE_SECONDS, Outside, conclude, wait_until
 from parallel.deferred import LeftToRanks
 from parallel.failures import ERROR_DIR
 from parallel.launch import World, launched_world
@@ -26,9 +26,13 @@ def main(arguments: Sequence[str]) -> int:
     with signals.starting() as processes:
         process = subprocess.Popen(arguments[1:], env=os.environ | {ERROR_DIR: str(folder)})
         processes.append(process.pid)
-    looked = time.time()
+    looked, outside = time.time(), Outside(folder)
     while (code := process.poll()) is None:
         looked = time.time()
+        if outside.has_ended():
+            process.terminate()
+            wait_until(lambda: process.poll() is not None, GRACE_SECONDS)
+            process.kill()
         time.sleep(_POLL_SECONDS)
     return conclude({world.rank: (code, looked)}, folder, world.size, signals.heard) if code else 0
 

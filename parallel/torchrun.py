@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.conclusion import GRACE_SECONDS, alone, arrive, conclude, say_how, wait_until
+from parallel.conclusion import GRACE_SECONDS, Outside, alone, arrive, conclude, say_how, wait_until
 from parallel.deferred import LeftToRanks
 from parallel.failures import CLOSING_SECONDS, ERROR_DIR, SAVED
 from parallel.launch import node_name
@@ -47,11 +47,18 @@ def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.ERROR)  # what torchrun says of ranks that ended is said here, once in the job
 
     # torch 2.14 has --shutdown-timeout, but not for the ranks that are left when one has failed
+    outside = Outside(folder)
+
     class Context(started.SubprocessContext):
         def _start(self) -> None:
             with signals.starting() as processes:
                 super()._start()
                 processes.extend(self.pids().values())
+
+        def _poll(self) -> started.RunProcsResult | None:
+            if outside.has_ended():
+                self.close()
+            return super()._poll()
 
         def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:
             ranks = [handler.proc for handler in self.subprocess_handlers.values()]

@@ -19,6 +19,7 @@ from parallel.errors import UsageError
 from parallel.failures import report_errors
 rank = int(os.environ['RANK'])
 """
+SLEEPS = "until = time.monotonic() + 60\nwhile time.monotonic() < until:\n    time.sleep(1)\n"
 
 
 def start(folder: Path, body: str) -> subprocess.Popen[str]:
@@ -105,6 +106,27 @@ def test_ranks_that_hang_are_ended_when_one_has_failed(tmp_path: Path) -> None:
     assert process.returncode == 1 and "rank 1 failed first: ValueError: the cause" in err
     assert time.monotonic() - began < 20
     assert (tmp_path / "logs" / "ended").read_text() == "1 rank 1 failed first: ValueError: the cause\n"
+
+
+@pytest.mark.parametrize("module", ["torchrun", "one_rank"])
+def test_ranks_that_hang_are_ended_when_another_agent_has_told(tmp_path: Path, module: str) -> None:
+    """srun gives them the cluster's KillWait."""
+    (tmp_path / "rank.py").write_text(
+        f"{RANK}signal.signal(signal.SIGTERM, lambda number, frame: None)\nopen('up', 'w')\n{SLEEPS}"
+    )
+    words = ["--standalone", "--nproc-per-node=2", "rank.py"] if module == "torchrun" else [sys.executable, "rank.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-P", "-m", f"parallel.{module}", "logs", *words]
+    process = subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "up").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    (tmp_path / "logs" / "telling").touch()
+    (tmp_path / "logs" / "ended").write_text("1 the cause\n")
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (137, "") and time.monotonic() - began < 20
+    assert (tmp_path / "logs" / "ended").read_text() == "1 the cause\n"
 
 
 def test_a_node_that_does_not_come_is_told_in_one_line(tmp_path: Path) -> None:
