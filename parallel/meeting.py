@@ -1,6 +1,5 @@
 """Where the ranks of a run meet, and who has not come."""
 
-import contextlib
 import os
 import time
 from datetime import timedelta
@@ -13,7 +12,7 @@ from parallel.errors import UsageError
 from parallel.launch import World, node_name
 
 MEETING_SECONDS = 600.0  # nodes of one job may start minutes apart
-_WAIT_SECONDS = 2.0  # a wait inside the store hears no signal
+_LOOK_SECONDS = (0.05, 2.0)  # the longer one has waited, the longer until one looks again: thousands may
 
 
 def met(world: World, seconds: float, rendezvous: Path | None = None) -> Store:
@@ -38,13 +37,14 @@ def met(world: World, seconds: float, rendezvous: Path | None = None) -> Store:
     store.set(f"came/{world.rank}", "")
     if store.add("came", 1) == world.size:
         store.set("all", "")
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(dist.DistStoreError):
-            store.wait(["all"], timedelta(seconds=min(left, _WAIT_SECONDS)))
-            return store
-    absent = [str(rank) for rank in range(world.size) if not store.check([f"came/{rank}"])]
-    raise UsageError(
-        f"rank {', '.join(absent)} of {world.size} did not start within {seconds:.0f} s; look at what these ranks printed, "
-        "and at their nodes"
-    )
+    came, shortest, longest = time.monotonic(), *_LOOK_SECONDS
+    while not store.check(["all"]):  # rather than wait inside the store, where no signal is heard
+        waited = time.monotonic() - came
+        if waited > seconds:
+            absent = [str(rank) for rank in range(world.size) if not store.check([f"came/{rank}"])]
+            raise UsageError(
+                f"rank {', '.join(absent)} of {world.size} did not start within {seconds:.0f} s; look at what these ranks "
+                "printed, and at their nodes"
+            )
+        time.sleep(min(longest, max(shortest, waited / 10), seconds))
+    return store

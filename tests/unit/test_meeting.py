@@ -41,8 +41,10 @@ def test_a_rank_that_waits_for_others_hears_a_signal() -> None:
     """
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     command = [sys.executable, "-c", body]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "waits\n"
-        time.sleep(1)
+        time.sleep(3)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(15) == 75
+        assert process.communicate(timeout=15)[1] == "" and process.returncode == 75
