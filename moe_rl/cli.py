@@ -201,13 +201,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _start(arguments: argparse.Namespace, saves: bool) -> int:
     """Everything a person can get wrong is looked at before a process or torch starts."""
-    from moe_rl import before_start, config
     from parallel.failures import report_errors
     from parallel.launch import launch, launched_world
 
     world = launched_world(os.environ)
     try:
         with report_errors():
+            from moe_rl import before_start, config  # here, as a library may be missing on one node
+
             settings = config.load(arguments.config, arguments.overrides)
             processes = world.size if world else settings.run.processes or settings.parallel.fewest_processes
             config.check(settings, processes)

@@ -31,7 +31,9 @@ from parallel.errors import UsageError
 
 
 class RunSection(Section):
-    name: str = Field(default="run", pattern=r"^[\w.-]+$", description="the run directory is run.dir/run.name")
+    name: str = Field(
+        default="run", pattern=r"^[\w-][\w.-]*$", max_length=200, description="the run directory is run.dir/run.name"
+    )
     dir: Path = Path("runs")
     seed: NonNegativeInt = 0
     steps: NonNegativeInt = Field(default=100, description="RL steps: one rollout batch each")

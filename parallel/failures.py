@@ -55,7 +55,7 @@ class report_errors:
 
 
 def leave_word(failure: Failure) -> bool:
-    """Records how this rank ends for whoever started it; False where that was none who looks for it.
+    """Records how this rank ends for whoever started it; False where that was none who looks for it, or it cannot be written.
 
     Torchrun shows in its summary what it finds in a file that it names.
     """
@@ -65,9 +65,13 @@ def leave_word(failure: Failure) -> bool:
         with contextlib.suppress(OSError):
             Path(summary).write_text(json.dumps({"message": message}), encoding="utf-8")
     folder = os.environ.get(ERROR_DIR)
-    if folder is not None:
+    if folder is None:
+        return False
+    try:
         write(Path(folder), failure)
-    return folder is not None
+    except OSError:  # a full disk, maybe
+        return False
+    return True
 
 
 def wordless(rank: int, code: int, looked: float) -> Failure:
@@ -117,9 +121,3 @@ def headline(failure: Failure) -> str:
         return f"moe-rl: error: {message}"
     colon = ":" if failure.traceback or failure.kind == HANG else ""
     return f"rank {failure.rank} failed first: {failure.kind}{colon} {message}"
-
-
-def leave_signals_to_ranks() -> None:
-    """In a process that starts ranks where SIGUSR1 and SIGTERM reach each of them anyway."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: a rank that does not listen yet must not die of it
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # not inherited: it is how ranks are ended when one has failed

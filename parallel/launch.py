@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from parallel.failures import CLOSING_SECONDS, ERROR_DIR, SAVED, Failure, log_file, recorded, report, wordless
 
@@ -58,7 +59,7 @@ def saving_signals_end() -> Iterator[None]:
     """Within the block SIGTERM and SIGUSR1 end this process with the code of a run that has saved: there is nothing new yet."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(SAVED)
+        end_with_nothing_to_save(frame)
 
     before = {number: signal.signal(number, end) for number in SAVING_SIGNALS}
     try:
@@ -66,6 +67,16 @@ def saving_signals_end() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_with_nothing_to_save(frame: FrameType | None) -> NoReturn:
+    """Ends this process with the code of a run that has saved. frame: where a signal found it. An exception inside an import
+    may be taken for a module that is not there (torch does so with numpy)."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(SAVED)
+        frame = frame.f_back
+    raise SystemExit(SAVED)
 
 
 def launch(command: list[str], processes: int, threads: int, saving_seconds: float = 0.0) -> int:

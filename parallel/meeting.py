@@ -1,6 +1,7 @@
 """Where the ranks of a run meet, and who has not come."""
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from parallel.errors import UsageError
 from parallel.launch import World, node_name
 
 MEETING_SECONDS = 600.0  # nodes of one job may start minutes apart
+_LOOK_SECONDS = (0.05, 2.0)  # the longer one has waited, the longer until one looks again: thousands may
 
 
 def met(world: World, seconds: float, rendezvous: Path | None = None) -> Store:
@@ -35,12 +37,14 @@ def met(world: World, seconds: float, rendezvous: Path | None = None) -> Store:
     store.set(f"came/{world.rank}", "")
     if store.add("came", 1) == world.size:
         store.set("all", "")
-    try:
-        store.wait(["all"], timeout)
-    except dist.DistError as error:
-        absent = [str(rank) for rank in range(world.size) if not store.check([f"came/{rank}"])]
-        raise UsageError(
-            f"rank {', '.join(absent)} of {world.size} did not start within {seconds:.0f} s; look at what these ranks printed, "
-            "and at their nodes"
-        ) from error
+    came, shortest, longest = time.monotonic(), *_LOOK_SECONDS
+    while not store.check(["all"]):  # rather than wait inside the store, where no signal is heard
+        waited = time.monotonic() - came
+        if waited > seconds:
+            absent = [str(rank) for rank in range(world.size) if not store.check([f"came/{rank}"])]
+            raise UsageError(
+                f"rank {', '.join(absent)} of {world.size} did not start within {seconds:.0f} s; look at what these ranks "
+                "printed, and at their nodes"
+            )
+        time.sleep(min(longest, max(shortest, waited / 10), seconds))
     return store

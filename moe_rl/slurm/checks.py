@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,22 @@ from parallel.errors import UsageError
 _RECENT_STEPS = 10
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
 _GIB = 2**30
+_OF_SLURM = {  # options that other lines of the script, or what is said of the job, depend on
+    "--array": "slurm.array",
+    "-a": "slurm.array",
+    "--chdir": "the current folder",
+    "-D": "the current folder",
+    "--no-requeue": "slurm.requeue",
+    "--nodes": "slurm.nodes",
+    "-N": "slurm.nodes",
+    "--ntasks-per-node": "slurm.processes_per_node",
+    "--output": "slurm.dir",
+    "-o": "slurm.dir",
+    "--requeue": "slurm.requeue",
+    "--signal": "slurm.signal_seconds",
+    "--time": "slurm.time",
+    "-t": "slurm.time",
+}
 
 
 def check(settings: RunConfig, processes: int, python: str) -> None:
@@ -46,6 +63,7 @@ def notes(settings: RunConfig, processes: int) -> Iterator[str]:
             f"parallel.tensor={parallel.tensor} with {processes} processes a node: tensor-parallel groups lie across nodes, "
             f"and every layer waits for the network; choose a divisor of {processes}"
         )
+    yield from _notes_on_lines(section)
     yield from _notes_on_saving(settings)
     yield from _notes_on_paths(settings)
     if section.gpus_per_node:
@@ -95,6 +113,13 @@ def _check_paths(section: SlurmSection, python: str) -> None:
             raise UsageError(f"slurm.mounts: {mount} must be SOURCE:TARGET, both absolute")
         if not Path(source).exists():
             raise UsageError(f"slurm.mounts: {mount}: there is no {source}")
+
+
+def _notes_on_lines(section: SlurmSection) -> Iterator[str]:
+    for line in section.sbatch:
+        option = re.split(r"[=\s]", line.removeprefix("#SBATCH").strip(), maxsplit=1)[0]
+        if (key := _OF_SLURM.get(option if option.startswith("--") else option[:2])) is not None:
+            yield f"slurm.sbatch: {line} is known to sbatch alone; the checks and the rest of the script go by {key}: set that"
 
 
 def _notes_on_saving(settings: RunConfig) -> Iterator[str]:

@@ -69,7 +69,7 @@ class SlurmSection(Section):
         default="torchrun", description="who starts the ranks of a node: torchrun, or srun itself, one task a rank"
     )
     signal_seconds: NonNegativeInt = Field(
-        default=300, description="before the limit: SIGUSR1, on which a run saves and ends; 0: none"
+        default=300, le=65535, description="before the limit: SIGUSR1, on which a run saves and ends; 0: none"
     )
     requeue: bool = Field(default=True, description="queue the job again after such a save, or when a node is lost")
     array: ArraySection = ArraySection()

@@ -11,6 +11,7 @@ from parallel.conclusion import ENDED
 from parallel.failures import SAVED
 
 _PLAIN = re.compile(r"[\w./:,%=@+\[\]&|()*#-]+")
+_DEAF = """bash -c 'trap "" TERM; exec "$0" "$@"'"""  # one that comes before the launcher listens must not end it
 _PORTS = range(20000, 30000)  # below those that the kernel gives to outgoing connections
 
 
@@ -45,10 +46,10 @@ class Job:
 
 def script(job: Job) -> str:
     """The whole script."""
-    blocks = [_head(job), _options(job), _environment(job), _meeting(job)]
+    blocks = [_head(job), _options(job), _signal(job), _environment(job), _meeting(job)]
     if job.section.setup:
         blocks.append(["# The site's own lines (slurm.setup); they may change any variable above.", *job.section.setup])
-    blocks += [_rank(job), _signal(job), _run(job), _end(job)]
+    blocks += [_rank(job), _run(job), _end(job)]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
@@ -138,6 +139,7 @@ def _rank(job: Job) -> list[str]:
         "# What each rank runs: the main one prints into the job's log, every other one into a file of its own.",
         """rank='[ "${RANK:=$SLURM_PROCID}" = 0 ] || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"'""",
         'mkdir -p "$logs" || exit',
+        f'rm -f "$logs"/{{{ENDED},telling,saved,agent_of_*,node_*,rank_*.json}}  # where another cluster had this number too',
     ]
     if job.section.launcher == "srun":
         lines.append("export MASTER_ADDR=$head MASTER_PORT=$port")
@@ -152,8 +154,8 @@ def _signal(job: Job) -> list[str]:
     return [
         f"# SIGUSR1 comes {when}. It is passed on: the run saves",
         f"# at its next minibatch and ends with code {SAVED}. Of SIGTERM (preemption) Slurm tells the ranks itself.",
-        "step= signalled=",
-        """trap 'signalled=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1""",
+        "step= signalled= heard=",
+        """trap 'signalled=yes heard=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1""",
     ]
 
 
@@ -170,16 +172,16 @@ def _run(job: Job) -> list[str]:
     ]
     if not by_srun:
         words += [
-            '"$python" -P -m parallel.torchrun "$logs"',
+            f'{_DEAF} "$python" -P -m parallel.torchrun "$logs"',
             f"--nnodes={section.nodes} --nproc-per-node={job.processes} --max-restarts=0",
             '--rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$job"',
             *map(shlex.quote, section.torchrun),
             "--no-python",
         ]
     else:
-        words.append('"$python" -P -m parallel.one_rank "$logs"')
+        words.append(f'{_DEAF} "$python" -P -m parallel.one_rank "$logs"')
     words += ['bash -c "$rank" "$logs"', f'"$python" -P -m moe_rl.cli {section.command} "$settings" &']
-    return [
+    lines = [
         f"# One task a {'rank' if by_srun else 'node, which starts its ranks'}. One that fails says why, and ends the others.",
         *(
             f"{'' if i == 0 else '    '}{'srun ' * (i == 0)}{word}{' \\' * (i < len(words) - 1)}"
@@ -187,7 +189,7 @@ def _run(job: Job) -> list[str]:
         ),
         "step=$!",
         "# A signal ends `wait` early; 127: it had already been told.",
-        "code=0 why=",
+        "code=0",
         "while :; do",
         "    signalled=",
         '    wait "$step"',
@@ -197,7 +199,19 @@ def _run(job: Job) -> list[str]:
         '    echo "job $job: SIGUSR1, passed on to the run"',
         "done",
         "# What the ranks say of it, where they could: the code of the one that failed first, and why.",
-        f'[ ! -s "$logs/{ENDED}" ] || read -r code why <"$logs/{ENDED}"',
+        f'if [ -s "$logs/{ENDED}" ]; then',
+        f'    read -r code why <"$logs/{ENDED}"',
+        'elif [ -n "$heard" ] && [ "$code" -ge 128 ]; then',
+        f"    code={SAVED}  # before anything listened",
+        'elif [ "$code" -ne 0 ]; then',
+        '    why="see what srun says first, above"',
+        "fi",
+    ]
+    return [
+        f"code={SAVED} why=  # there is nothing to save yet",
+        'if [ -z "$heard" ]; then',
+        *(f"    {line}" for line in lines),
+        "fi",
     ]
 
 
@@ -211,7 +225,11 @@ def _container(job: Job) -> Iterator[str]:
 
 def _end(job: Job) -> list[str]:
     then = (
-        ['    echo "job $job: saved, and queued again; it goes on from there"', '    scontrol requeue "$SLURM_JOB_ID"']
+        [
+            '    echo "job $job: saved, and queued again; it goes on from there"',
+            '    scontrol requeue "$SLURM_JOB_ID" ||',
+            '        echo "job $job: Slurm does not queue it again; submit this script again and it goes on from there"',
+        ]
         if job.section.requeue
         else ['    echo "job $job: saved; submit this script again and it goes on from there"']
     )

@@ -12,7 +12,7 @@ import pytest
 
 from parallel import conclusion
 from parallel.conclusion import conclude
-from parallel.failures import Failure, recorded, write
+from parallel.failures import Failure, recorded, report_errors, write
 
 NOW = int(time.time())
 
@@ -83,6 +83,28 @@ def test_a_job_that_has_saved_did_not_fail(
     assert how(tmp_path) == "75 saved\n" and capsys.readouterr().err == ""
 
 
+def test_ranks_that_were_ended_because_one_failed_did_not_save(tmp_path: Path) -> None:
+    """While they start, SIGTERM ends them with the code of a run that has nothing to save."""
+    write(tmp_path, failed(1, "ImportError", "no such library"))
+    assert conclude({0: (75, NOW), 1: (1, NOW + 1)}, tmp_path, 1) == 1  # torchrun ended the other
+    assert how(tmp_path) == "1 rank 1 failed first: ImportError: no such library\n"
+
+
+def test_what_is_known_is_not_unsaid(tmp_path: Path) -> None:
+    """The agent that has told it is gone, and srun ends what still starts elsewhere."""
+    write(tmp_path, failed(1, "ImportError", "no such library"))
+    (tmp_path / "ended").write_text("1 rank 1 failed first: ImportError: no such library\n")
+    conclude({0: (75, NOW)}, tmp_path, 2, {signal.SIGTERM})
+    assert how(tmp_path) == "1 rank 1 failed first: ImportError: no such library\n"
+
+
+def test_a_job_that_has_lost_an_agent_has_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not come up, for example: queued again, the job would do the same for ever."""
+    monkeypatch.setattr(conclusion, "CLOSING_SECONDS", 0.3)
+    assert conclude({0: (75, NOW)}, tmp_path, 2, {signal.SIGTERM}) == 143
+    assert not (tmp_path / "ended").exists()
+
+
 def test_no_agent_leaves_before_all_have_saved(tmp_path: Path) -> None:
     """The first one that has gone is the sign to end the others."""
     ends: list[float] = []
@@ -98,6 +120,19 @@ def test_no_agent_leaves_before_all_have_saved(tmp_path: Path) -> None:
     ends.append(time.monotonic() - began)
     thread.join()
     assert 1 <= ends[0] < 10
+
+
+def test_where_nothing_can_be_written_it_is_told_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conclusion, "_SETTLE_SECONDS", 0.3)
+    gone = tmp_path / "gone"
+    assert conclude({1: (-9, NOW)}, gone, 2) == 137
+    told = f"{gone}: No such file or directory\nrank 1 failed first: killed by signal SIGKILL (out of memory?)\n"
+    assert capsys.readouterr().err == told
+    monkeypatch.setenv("MOE_RL_ERROR_DIR", str(gone))
+    with pytest.raises(ValueError, match="the cause"), report_errors():
+        raise ValueError("the cause")
 
 
 def one_rank(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
@@ -118,7 +153,51 @@ def test_a_rank_that_srun_started(tmp_path: Path) -> None:
 
 
 def test_signals_are_left_to_the_rank(tmp_path: Path) -> None:
-    """Also one that does not listen yet: it does not die of SIGUSR1."""
-    done = one_rank(tmp_path, "[os.kill(pid, n) for n in (signal.SIGUSR1, signal.SIGTERM) for pid in [os.getppid()]]\nexit(75)")
+    """One that does not listen yet dies of what all were told, and has nothing to save."""
+    both = "[os.kill(pid, n) for n in (signal.SIGUSR1, signal.SIGTERM) for pid in [os.getppid()]]"
+    done = one_rank(tmp_path, f"{both}\nexit(75)")
     assert done.returncode == 75 and how(tmp_path) == "75 saved\n"
-    assert one_rank(tmp_path / "b", "os.kill(os.getpid(), signal.SIGUSR1)").returncode == 0
+    assert one_rank(tmp_path / "b", f"{both}\nexit(0)").returncode == 0
+    for name in ("SIGUSR1", "SIGTERM"):
+        done = one_rank(tmp_path / name, f"{both}\nos.kill(os.getpid(), signal.{name})")
+        assert (done.returncode, done.stderr) == (75, "") and how(tmp_path / name) == "75 saved\n"
+    done = one_rank(tmp_path / "c", "os.kill(os.getpid(), signal.SIGUSR1)")
+    assert (done.returncode, done.stderr) == (138, "rank 0 failed first: killed by signal SIGUSR1\n")
+
+
+def test_a_signal_before_there_are_ranks(tmp_path: Path) -> None:
+    """SIGUSR1 ends the agent. SIGTERM, which srun sends too when another agent has not come up, waits for the ranks."""
+    body = f"""if True:
+        import os, signal, subprocess
+        from pathlib import Path
+        from parallel.deferred import LeftToRanks
+        signals = LeftToRanks(Path("{tmp_path}"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        with signals.starting() as processes:
+            rank = subprocess.Popen(["sleep", "60"])
+            processes.append(rank.pid)
+        print(rank.wait(10), flush=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print(len(signals.heard), flush=True)
+        LeftToRanks(Path("{tmp_path}"))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print("goes on")
+    """
+    done = subprocess.run([sys.executable, "-c", body], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, "-15\n2\n") and how(tmp_path) == "75 saved\n"
+
+
+def test_a_signal_while_ranks_are_started_reaches_all_of_them(tmp_path: Path) -> None:
+    body = f"""if True:
+        import os, signal, subprocess
+        from pathlib import Path
+        from parallel.deferred import LeftToRanks
+        signals = LeftToRanks(Path("{tmp_path}"))
+        with signals.starting() as processes:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            rank = subprocess.Popen(["sleep", "60"])
+            processes.append(rank.pid)
+        print(rank.wait(10), signals.heard == {{signal.SIGUSR1}})
+    """
+    done = subprocess.run([sys.executable, "-c", body], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.stdout == f"{-signal.SIGUSR1} True\n", done.stderr

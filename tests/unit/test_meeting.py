@@ -1,5 +1,12 @@
 """Ranks that do not come to the meeting are named."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from parallel.errors import UsageError
@@ -22,3 +29,22 @@ def test_rank_0_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         UsageError, match=rf"^MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: rank 1 on .* does not reach rank 0 there"
     ):
         met(World(1, 2, 1), 1.0)
+
+
+def test_a_rank_that_waits_for_others_hears_a_signal() -> None:
+    body = """if True:
+        from parallel.launch import World, saving_signals_end
+        from parallel.meeting import met
+        with saving_signals_end():
+            print("waits", flush=True)
+            met(World(0, 2, 0), 60.0)
+    """
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [sys.executable, "-c", body]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waits\n"
+        time.sleep(3)
+        process.send_signal(signal.SIGUSR1)
+        assert process.communicate(timeout=15)[1] == "" and process.returncode == 75

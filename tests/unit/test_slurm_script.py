@@ -91,7 +91,7 @@ def test_a_sites_options_come_last_so_that_they_win() -> None:
 
 
 FAKE = {
-    "scontrol": 'echo "scontrol $*" >>"$CALLS"; [ "$1" != show ] || printf "n1\\nn2\\n"',
+    "scontrol": 'echo "scontrol $*" >>"$CALLS"; [ "$1" != show ] || printf "n1\\nn2\\n"; [ "$1 $REFUSE" != "requeue yes" ]',
     "srun": 'printf "%s\\n" "$@" >"$WORDS"; [ -z "$TRAP" ] || trap "exit 75" USR1; '
     'for i in $(seq ${SECONDS_TENTHS:-0}); do sleep 0.1; done; exit "$CODE"',
     "module": 'echo "module $*" >>"$CALLS"',
@@ -104,7 +104,7 @@ def play(tmp_path: Path, job: Job, code: int, **env: str) -> tuple[subprocess.Co
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     folder = tmp_path / "my jobs"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     job = replace(job, path=folder / "job_001.sh", settings=tuple(folder / path.name for path in job.settings))
     job.path.write_text(script(job))
     environment = os.environ | {
@@ -112,12 +112,14 @@ def play(tmp_path: Path, job: Job, code: int, **env: str) -> tuple[subprocess.Co
         "CALLS": str(tmp_path / "calls"),
         "WORDS": str(tmp_path / "words"),
         "TRAP": "",
+        "REFUSE": "",
         "CODE": str(code),
         "SLURM_JOB_ID": "12345",
         "SLURM_JOB_NODELIST": "n[1-2]",
     }
     done = subprocess.run(["bash", job.path], env=environment | env, capture_output=True, text=True, timeout=30)
-    return done, (tmp_path / "words").read_text().splitlines(), (tmp_path / "calls").read_text().splitlines()
+    words, calls = tmp_path / "words", tmp_path / "calls"
+    return done, words.read_text().splitlines() if words.exists() else [], calls.read_text().splitlines()
 
 
 @pytest.mark.parametrize(("code", "requeue"), [(0, True), (1, True), (137, True), (75, True), (75, False)])
@@ -134,6 +136,35 @@ def test_the_signal_is_passed_on_and_the_runs_own_code_counts(tmp_path: Path) ->
     done, _, calls = play(tmp_path, job(setup=setup), 3, TRAP="yes", SECONDS_TENTHS="80")
     assert done.returncode == 75 and "scontrol requeue 12345" in calls
     assert "SIGUSR1, passed on to the run" in done.stdout
+
+
+def test_a_signal_is_heard_from_the_first_line_on(tmp_path: Path) -> None:
+    """While modules are loaded, or before srun listens: the job is queued again, as there is nothing to save."""
+    done, words, calls = play(tmp_path, job(setup=["kill -USR1 $$"]), 0)
+    assert done.returncode == 75 and words == [] and "scontrol requeue 12345" in calls
+    assert "ended with code" not in done.stdout
+
+
+def test_a_signal_of_which_srun_died_came_before_anything_listened(tmp_path: Path) -> None:
+    done, _, calls = play(tmp_path, job(setup=["( sleep 1; kill -USR1 $$ ) &"]), 138, SECONDS_TENTHS="20")
+    assert done.returncode == 75 and "scontrol requeue 12345" in calls
+
+
+def test_what_a_job_of_the_same_number_left_is_not_this_ones(tmp_path: Path) -> None:
+    """A cluster that was set up anew counts from 1 again."""
+    logs = tmp_path / "my jobs" / "12345"
+    logs.mkdir(parents=True)
+    for name in ("ended", "telling", "saved", "agent_of_0", "rank_1.json", "rank_1.log"):
+        (logs / name).write_text("137 rank 1 failed first: killed by signal SIGKILL\n")
+    done, _, _ = play(tmp_path, job(), 0)
+    assert done.returncode == 0 and "ended with code" not in done.stdout
+    assert [path.name for path in logs.iterdir()] == ["rank_1.log"]
+
+
+def test_where_slurm_does_not_queue_it_again_that_is_said(tmp_path: Path) -> None:
+    done, _, _ = play(tmp_path, job(), 75, REFUSE="yes")
+    assert done.returncode == 75
+    assert "Slurm does not queue it again; submit this script again and it goes on from there" in done.stdout
 
 
 def test_words_arrive_as_they_were_written(tmp_path: Path) -> None:

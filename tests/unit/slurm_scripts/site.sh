@@ -25,6 +25,11 @@
 #SBATCH --mail-type=END
 #SBATCH --gpus-per-node=h100:8
 
+# SIGUSR1 comes 300 seconds before the time limit, or by `scancel --signal=USR1 --batch JOB`. It is passed on: the run saves
+# at its next minibatch and ends with code 75. Of SIGTERM (preemption) Slurm tells the ranks itself.
+step= signalled= heard=
+trap 'signalled=yes heard=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
+
 # The environment. Paths of the run are relative to the folder that this was made in.
 module load cuda/13 || exit
 module load nccl || exit
@@ -49,42 +54,48 @@ head="$head-ib0"
 # What each rank runs: the main one prints into the job's log, every other one into a file of its own.
 rank='[ "${RANK:=$SLURM_PROCID}" = 0 ] || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"'
 mkdir -p "$logs" || exit
+rm -f "$logs"/{ended,telling,saved,agent_of_*,node_*,rank_*.json}  # where another cluster had this number too
 echo "job $job on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RESTART_COUNT + 1)))}: $settings, ranks' output in $logs"
 
-# SIGUSR1 comes 300 seconds before the time limit, or by `scancel --signal=USR1 --batch JOB`. It is passed on: the run saves
-# at its next minibatch and ends with code 75. Of SIGTERM (preemption) Slurm tells the ranks itself.
-step= signalled=
-trap 'signalled=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
-
-# One task a node, which starts its ranks. One that fails says why, and ends the others.
-srun --nodes=4 --ntasks-per-node=1 --cpus-per-task=64 \
-    --kill-on-bad-exit=1 --wait=0 \
-    --cpu-bind=none \
-    '--comment=a job' \
-    "$python" -P -m parallel.torchrun "$logs" \
-    --nnodes=4 --nproc-per-node=8 --max-restarts=0 \
-    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$job" \
-    '--log-line-prefix-template=[${rank}] ' \
-    --no-python \
-    bash -c "$rank" "$logs" \
-    "$python" -P -m moe_rl.cli train "$settings" &
-step=$!
-# A signal ends `wait` early; 127: it had already been told.
-code=0 why=
-while :; do
-    signalled=
-    wait "$step"
-    ended=$?
-    [ "$ended" -eq 127 ] || code=$ended
-    [ -n "$signalled" ] || break
-    echo "job $job: SIGUSR1, passed on to the run"
-done
-# What the ranks say of it, where they could: the code of the one that failed first, and why.
-[ ! -s "$logs/ended" ] || read -r code why <"$logs/ended"
+code=75 why=  # there is nothing to save yet
+if [ -z "$heard" ]; then
+    # One task a node, which starts its ranks. One that fails says why, and ends the others.
+    srun --nodes=4 --ntasks-per-node=1 --cpus-per-task=64 \
+        --kill-on-bad-exit=1 --wait=0 \
+        --cpu-bind=none \
+        '--comment=a job' \
+        bash -c 'trap "" TERM; exec "$0" "$@"' "$python" -P -m parallel.torchrun "$logs" \
+        --nnodes=4 --nproc-per-node=8 --max-restarts=0 \
+        --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$job" \
+        '--log-line-prefix-template=[${rank}] ' \
+        --no-python \
+        bash -c "$rank" "$logs" \
+        "$python" -P -m moe_rl.cli train "$settings" &
+    step=$!
+    # A signal ends `wait` early; 127: it had already been told.
+    code=0
+    while :; do
+        signalled=
+        wait "$step"
+        ended=$?
+        [ "$ended" -eq 127 ] || code=$ended
+        [ -n "$signalled" ] || break
+        echo "job $job: SIGUSR1, passed on to the run"
+    done
+    # What the ranks say of it, where they could: the code of the one that failed first, and why.
+    if [ -s "$logs/ended" ]; then
+        read -r code why <"$logs/ended"
+    elif [ -n "$heard" ] && [ "$code" -ge 128 ]; then
+        code=75  # before anything listened
+    elif [ "$code" -ne 0 ]; then
+        why="see what srun says first, above"
+    fi
+fi
 
 if [ "$code" -eq 75 ]; then
     echo "job $job: saved, and queued again; it goes on from there"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" ||
+        echo "job $job: Slurm does not queue it again; submit this script again and it goes on from there"
 elif [ "$code" -ne 0 ]; then
     echo "job $job: ended with code $code${why:+: $why}"
 fi
