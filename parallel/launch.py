@@ -22,7 +22,7 @@ from parallel.failures import CLOSING_SECONDS, ERROR_DIR, SAVED, Failure, log_fi
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
 SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # workers that listen save at the next good moment, and end
-_SAVED = "saved"
+_SAVED, _DONE = "saved", "done"
 _PR_SET_PDEATHSIG = 1
 _COLLECTED = (signal.SIGINT, signal.SIGHUP, *SAVING_SIGNALS)
 
@@ -100,7 +100,7 @@ def launch(command: list[str], processes: int, threads: int, saving_seconds: flo
             if received:
                 print(f"moe-rl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
             return 128 + received[0] if received else 0
-        if failure.kind == _SAVED:
+        if failure.kind in (_SAVED, _DONE):
             return failure.exit_code
         first = min([failure, *recorded(folder)], key=lambda one: one.time)
         report(first, folder)
@@ -134,8 +134,7 @@ def _start(workers: list[subprocess.Popen[bytes]], command: list[str], processes
 
 
 def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[int], saving_seconds: float) -> Failure | None:
-    """Waits until every worker succeeded (None), one failed (what is known of it so far), or a signal came that ends them
-    (None)."""
+    """Waits until every worker succeeded or one failed (what is known of it so far), or a signal came that ends them (None)."""
     looked, handed_on, deadline, closing = time.time(), 0, math.inf, None
     while True:
         for number in received[handed_on:]:
@@ -166,8 +165,8 @@ def _watch(workers: list[subprocess.Popen[bytes]], folder: Path, received: list[
             spoken = {failure.rank for failure in failures}
             failures += [wordless(rank, code, looked) for rank, code in enumerate(codes) if code and rank not in spoken]
             return min(failures, key=lambda one: one.time)
-        if all(worker.returncode == 0 for worker in workers):
-            return None
+        if all(worker.returncode == 0 for worker in workers):  # also where a signal came too late to be answered
+            return Failure(looked, 0, _DONE, "", "", 0)
         looked = looking
         time.sleep(_POLL_SECONDS)
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = """import sys
 from parallel import launch
 launch.CLOSING_SECONDS = 1.0
-sys.exit(launch.launch([sys.executable, sys.argv[1]], int(sys.argv[2]), 1))
+sys.exit(launch.launch([sys.executable, sys.argv[1]], int(sys.argv[2]), 1, saving_seconds=float(sys.argv[3])))
 """
 WORKER = """import os, signal, sys, time
 from parallel.errors import UsageError
@@ -25,11 +25,11 @@ rank = int(os.environ['RANK'])
 """
 
 
-def start(folder: Path, body: str, processes: int = 2) -> subprocess.Popen[str]:
+def start(folder: Path, body: str, processes: int = 2, saving_seconds: float = 0.0) -> subprocess.Popen[str]:
     script = folder / "worker.py"
     script.write_text(WORKER + textwrap.dedent(body))
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, str(script), str(processes)],
+        [sys.executable, "-c", LAUNCH, str(script), str(processes), str(saving_seconds)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -225,6 +225,19 @@ def test_a_rank_that_ends_as_one_that_has_saved_ends_the_run(tmp_path: Path, fir
     code, out, err, seconds = run(tmp_path, body)
     assert (code, out, err) == (75, "", "")
     assert ("sleep(60)" in other) == (seconds > 1) and seconds < 10
+
+
+def test_a_run_that_was_done_when_it_was_asked_to_save_has_succeeded(tmp_path: Path) -> None:
+    body = f"""
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    open(r'{tmp_path}/pid' + str(rank), 'w').write('x')
+    time.sleep(1)
+    """
+    process = start(tmp_path, body, saving_seconds=60)
+    for rank in range(2):
+        wait_for(tmp_path / f"pid{rank}")
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=10) == ("", "") and process.returncode == 0
 
 
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
