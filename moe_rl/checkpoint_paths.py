@@ -64,12 +64,9 @@ def check_layout(path: Path, parallel: ParallelConfig, processes: int) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether every file that a checkpoint consists of is there and has its size; what is in them is not looked at.
-
-    One without a manifest counts: it was renamed to its place when it was whole.
-    """
+    """Whether every file that a checkpoint consists of is there and has its size; what is in them is not looked at."""
     try:
-        return is_checkpoint(path) and not manifest.wrong_size(path, manifest.read(path) or {})
+        return is_checkpoint(path) and not manifest.wrong_size(path, manifest.read(path))
     except UsageError:
         return False
 
@@ -90,6 +87,8 @@ def is_checkpoint(path: Path) -> bool:
 def find(path: Path, key: str = "checkpoint.load") -> Path:
     """What the setting `key` names: a checkpoint, a run's checkpoints/, or a run. Raises UsageError where there is none."""
     if is_checkpoint(path):
+        if path.name == CRITIC and is_checkpoint(path.parent):
+            raise UsageError(f"{key}={path}: is the critic in a checkpoint, no checkpoint; name {path.parent}")
         return path
     for directory in (path, path / "checkpoints"):
         if directory.is_dir() and (found := newest(directory)):

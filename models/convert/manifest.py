@@ -61,8 +61,8 @@ def write(directory: Path, entries: Mapping[str, Entry]) -> None:
         os.fsync(file.fileno())
 
 
-def read(directory: Path) -> dict[str, Entry] | None:
-    """What `write` wrote; None where there is no manifest. Raises UsageError where it is damaged."""
+def read(directory: Path) -> dict[str, Entry]:
+    """What `write` wrote. Raises UsageError where it is missing or damaged."""
     file = directory / MANIFEST
     try:
         found = json.loads(file.read_bytes())
@@ -72,8 +72,6 @@ def read(directory: Path) -> dict[str, Entry] | None:
         if not entries or any("\0" in name for name in entries):
             raise ValueError("it lists no file" if not entries else "it lists what can be no file")
         return entries
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:200]
         raise UsageError(f"{file}: cannot be read: {reason or type(error).__name__}") from error
@@ -106,7 +104,7 @@ def wrong_content(directory: Path, entries: Mapping[str, Entry], names: Iterable
 
 
 def check(directory: Path) -> None:
-    """Reads every file. Raises UsageError, one line, for the first that is not as the manifest says; without one, nothing."""
-    entries = read(directory) or {}
+    """Reads every file. Raises UsageError, one line, for the first that is not as the manifest says."""
+    entries = read(directory)
     if wrong := wrong_size(directory, entries) or wrong_content(directory, entries, entries):
         raise UsageError(f"{wrong}; name another checkpoint")

@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from models.convert import manifest
-from models.convert.checkpoint_reader import CheckpointReader
 from models.convert.files import MODEL, differing_shape, trained_model
 from models.model import MoEModel
 from models.optimizer import Optimizer
@@ -113,19 +112,15 @@ def _put_aside(path: Path) -> None:
 
 
 def check_files(path: Path, key: str | None) -> None:
-    """Compares every file with the manifest, each rank some of them (collective); one without a manifest is only looked over.
+    """Compares every file with the manifest, each rank some of them (collective).
 
     Raises UsageError, the same on every rank.
     """
     wrong = ""
     try:
         entries = manifest.read(path)
-        if entries is None:
-            if dist.get_rank() == 0:
-                CheckpointReader(path)
-        else:
-            mine = sorted(entries)[dist.get_rank() :: dist.get_world_size()]
-            wrong = manifest.wrong_size(path, entries) or manifest.wrong_content(path, entries, mine)
+        mine = sorted(entries)[dist.get_rank() :: dist.get_world_size()]
+        wrong = manifest.wrong_size(path, entries) or manifest.wrong_content(path, entries, mine)
     except (OSError, UsageError) as error:
         wrong = said(error)
     agree(wrong and f"{_place(path, key)}: is damaged: {wrong}")

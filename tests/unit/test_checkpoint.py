@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.config import OptimizerConfig
+from models.convert import manifest
 from models.initialise import global_shards
 from models.model import MoEModel
 from models.optimizer import Optimizer
@@ -40,10 +41,11 @@ def saved(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def directories(folder: Path, *names: str) -> Path:
-    """Each as a checkpoint of an earlier version looked, which wrote no manifest."""
+    """Each as a checkpoint of one file."""
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "metadata.json").write_text("{}", encoding="utf-8")
+        manifest.write(folder / name, manifest.listed(folder / name, {}))
     return folder
 
 

@@ -80,6 +80,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "table of contents gone": (lambda p: (p / ".metadata").unlink(), r"\.metadata: No such file"),
     "format": (lambda p: cut(p / "metadata.json"), r"metadata\.json: has \d+ bytes"),
     "model": (lambda p: flip(p / "model.json"), r"model\.json: is not what was saved"),
+    "no manifest": (lambda p: os.remove(p / "manifest.json"), r"manifest\.json: cannot be read: No such file or directory"),
     "manifest cut off": (lambda p: cut(p / "manifest.json"), r"manifest\.json: cannot be read: "),
     "manifest of nothing": (
         lambda p: (p / "manifest.json").write_text('{"hash": "blake2b-128", "files": {}}'),
@@ -169,7 +170,7 @@ def test_links_to_what_is_not_there_are_no_absence(runtime: Runtime, here: Path)
     (here / "step_000003").symlink_to("/nowhere/step_000003")
     said = list[str]()
     assert checkpoint.intact(here, said.append) == here / "step_000002"
-    assert len(said) == 1 and "step_000003: is no complete checkpoint" in said[0]
+    assert len(said) == 1 and "step_000003/manifest.json: cannot be read: No such file" in said[0]
     assert (here / "damaged_step_000003").is_symlink()
     (here.parent / "link").symlink_to("/nowhere")
     with pytest.raises(UsageError, match=r"link: cannot be read: No such file or directory; mend it, or choose another run"):
@@ -216,30 +217,6 @@ def test_what_was_damaged_before_is_not_written_over(runtime: Runtime, here: Pat
     cut(here / "step_000002" / "__0_0.distcp")
     checkpoint.intact(here, print)
     assert (here / "damaged_step_000002.2" / "__0_0.distcp").exists()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lambda p: None, None),
-        (lambda p: (p / ".metadata").write_bytes(b"rubbish"), r"\.metadata: cannot be read: "),
-        (lambda p: os.truncate(p / "__0_0.distcp", 5000), r"__0_0\.distcp: tensor \S+ is cut off"),
-        (lambda p: (p / "metadata.json").write_text("{}"), r"metadata\.json: cannot be read: "),
-    ],
-)
-def test_one_without_a_manifest_is_looked_over(
-    runtime: Runtime, here: Path, spoil: Callable[[Path], None], reason: str | None
-) -> None:
-    path = here / "step_000002"
-    (path / "manifest.json").unlink()
-    spoil(path)
-    with built(CASE, runtime) as model:
-        if reason is None:
-            checkpoint.load_weights(path, model)
-            assert checkpoint.intact(here, print) == path
-            return
-        with pytest.raises(UsageError, match=rf"^checkpoint\.load=.*: is damaged: .*{reason}"):
-            checkpoint.load_weights(path, model)
 
 
 def test_the_newest_complete_one_is_found_beside_broken_ones(here: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import moe_rl.cli as cli
+from models.convert import manifest
 from moe_rl.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,7 @@ def test_of_the_ranks_of_a_node_one_speaks(folder: Path) -> None:
 def look_like_a_checkpoint(directory: Path) -> None:
     directory.mkdir(parents=True)
     (directory / "metadata.json").touch()
+    manifest.write(directory, manifest.listed(directory, {}))
 
 
 class Started:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
+from models.convert import manifest
 from moe_rl import cli
 from moe_rl.config import RunConfig
 from moe_rl.config_errors import section_at
@@ -90,6 +91,7 @@ def test_every_example_is_one_the_command_line_takes(monkeypatch: pytest.MonkeyP
         saved = tmp_path / "runs" / name / "checkpoints" / "step_000300"
         saved.mkdir(parents=True)
         (saved / "metadata.json").touch()
+        manifest.write(saved, manifest.listed(saved, {}))
     started: list[list[str]] = []
     monkeypatch.setattr(cli, "_entry", lambda command: lambda config: started.append([command]))
     monkeypatch.setattr("parallel.launch.launch", lambda command, *_: bool(started.append(command)))
