@@ -61,6 +61,13 @@ def conclude(ended: Mapping[int, tuple[int, float]], folder: Path, agents: int, 
     return next((failure.exit_code for failure in failures if failure.rank in ended), 128 + SIGTERM)
 
 
+def succeed(folder: Path) -> int:
+    """Of an agent whose ranks have all succeeded: nobody waits for it. The exit code."""
+    with contextlib.suppress(OSError):
+        (folder / f"agent_of_{secrets.token_hex(8)}").touch()
+    return 0
+
+
 def arrive(folder: Path) -> None:
     """Of an agent that has started: by this its node is known to have come."""
     (folder / f"node_{node_name()}").touch()

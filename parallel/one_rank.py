@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.conclusion import GRACE_SECONDS, Outside, conclude, wait_until
+from parallel.conclusion import GRACE_SECONDS, Outside, conclude, succeed, wait_until
 from parallel.deferred import LeftToRanks
 from parallel.failures import ERROR_DIR
 from parallel.launch import World, launched_world
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
             wait_until(lambda: process.poll() is not None, GRACE_SECONDS)
             process.kill()
         time.sleep(_POLL_SECONDS)
-    return conclude({world.rank: (code, looked)}, folder, world.size, signals.heard) if code else 0
+    return conclude({world.rank: (code, looked)}, folder, world.size, signals.heard) if code else succeed(folder)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.conclusion import GRACE_SECONDS, Outside, alone, arrive, conclude, say_how, wait_until
+from parallel.conclusion import GRACE_SECONDS, Outside, alone, arrive, conclude, say_how, succeed, wait_until
 from parallel.deferred import LeftToRanks
 from parallel.failures import CLOSING_SECONDS, ERROR_DIR, SAVED
 from parallel.launch import node_name
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         except ChildFailedError as error:
             ended = {rank: (one.exitcode, one.timestamp) for rank, one in error.failures.items()}
             return conclude(ended, folder, nodes, signals.heard)
-    return 0
+    return succeed(folder)
 
 
 if __name__ == "__main__":

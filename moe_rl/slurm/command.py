@@ -16,7 +16,7 @@ from moe_rl.slurm.config import SlurmSection
 from moe_rl.slurm.script import Job, script
 from parallel.errors import UsageError
 
-_NUMBER = re.compile(r"job_(\d{3,})\.sh")
+_NUMBER = re.compile(r"job_(\d{3,})(_\d+)?\.(sh|yaml)")
 _GPU_CPUS = 8
 
 
@@ -71,7 +71,7 @@ def make_job(settings: RunConfig, tasks: int, words: Sequence[str]) -> Job:
     """The script's ingredients. tasks: of the array; 0: none."""
     section = settings.slurm
     folder = (section.dir / settings.run.name).absolute()
-    numbers = [int(match[1]) for path in folder.glob("job_*.sh") if (match := _NUMBER.fullmatch(path.name))]
+    numbers = [int(match[1]) for path in folder.glob("job_*") if (match := _NUMBER.fullmatch(path.name))]
     stem = f"job_{max(numbers, default=0) + 1:03d}"
     names = [f"{stem}_{task}.yaml" for task in range(tasks)] or [f"{stem}.yaml"]
     return Job(
@@ -107,9 +107,14 @@ def _write(job: Job, text: str, runs: Sequence[RunConfig]) -> Path:
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
         for target, run in zip(job.settings, runs, strict=True):
-            target.write_text(config.dump(run), encoding="utf-8")
+            with target.open("x", encoding="utf-8") as file:
+                file.write(config.dump(run))
         job.path.write_text(text, encoding="utf-8")
         job.path.chmod(0o755)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{error.filename}: was made just now, by another moe-rl slurm of this run; call this one again"
+        ) from error
     except OSError as error:
         raise UsageError(f"slurm.dir={job.section.dir}: {job.folder} cannot be written: {error.strerror}") from error
     return job.path

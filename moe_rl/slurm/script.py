@@ -108,10 +108,10 @@ def _environment(job: Job) -> list[str]:
     section = job.section
     lines = ["# The environment. Paths of the run are relative to the folder that this was made in."]
     lines += [f"module load {shlex.quote(name)} || exit" for name in section.modules]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in section.exports.items()]
     lines.append(f"export OMP_NUM_THREADS={job.threads}")
     if "/" in job.python and section.container is None:
         lines.append(f'export PATH={shlex.quote(str(Path(job.python).parent))}:"$PATH"')
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in section.exports.items()]
     return [*lines, f"python={shlex.quote(job.python)}"]
 
 

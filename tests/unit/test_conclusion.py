@@ -105,6 +105,14 @@ def test_a_job_that_has_lost_an_agent_has_not_saved(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "ended").exists()
 
 
+def test_nobody_waits_for_an_agent_that_was_done(tmp_path: Path) -> None:
+    """The signal found one rank in the evaluation that closes a run, and the other one gone."""
+    assert one_rank(tmp_path, "pass").returncode == 0
+    began = time.monotonic()
+    assert conclude({0: (75, NOW)}, tmp_path, 2, {signal.SIGUSR1}) == 75
+    assert time.monotonic() - began < 5 and how(tmp_path) == "75 saved\n"
+
+
 def test_no_agent_leaves_before_all_have_saved(tmp_path: Path) -> None:
     """The first one that has gone is the sign to end the others."""
     ends: list[float] = []

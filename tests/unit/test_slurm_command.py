@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl import cli, config
-from moe_rl.slurm import checks
+from moe_rl.slurm import checks, command
 from moe_rl.slurm.config import SlurmSection
 from moe_rl.slurm.times import seconds
 from parallel.errors import UsageError
@@ -190,6 +190,21 @@ def test_the_settings_lie_beside_the_script_and_every_call_makes_new_ones(
     text = (made / "job_001.sh").read_text()
     assert f"settings={made}/job_001.yaml" in text and f"python={sys.executable}" in text
     assert (made / "job_001.sh").stat().st_mode & 0o111
+
+
+def test_two_calls_at_once_do_not_write_into_each_other(folder: Path) -> None:
+    """Of the other one the settings are there, and not yet the script."""
+    settings = config.load("one.yaml", [])
+    job = command.make_job(settings, 0, [])
+    assert slurm() == 0
+    before = job.settings[0].read_text()
+    with pytest.raises(
+        UsageError, match=r"one/job_001.yaml: was made just now, by another moe-rl slurm of this run; call this"
+    ):
+        command._write(job, "", [config.load("one.yaml", ["run.seed=9"])])
+    assert job.settings[0].read_text() == before
+    job.path.unlink()
+    assert command.make_job(settings, 0, []).path.name == "job_002.sh"
 
 
 def test_a_variant_of_an_array_is_loaded_anew_so_that_presets_count(folder: Path) -> None:

@@ -87,6 +87,7 @@ def test_bash_can_read_them_and_options_come_before_commands(name: str) -> None:
 def test_a_sites_options_come_last_so_that_they_win() -> None:
     lines = script(JOBS["site"]).splitlines()
     assert lines.index("#SBATCH --gpus-per-node=h100:8") > lines.index("#SBATCH --gpus-per-node=8")
+    assert lines.index("export NCCL_IB_HCA=mlx5") > lines.index("export OMP_NUM_THREADS=1")
     assert "#SBATCH --mail-type=END" in lines
 
 

@@ -33,10 +33,10 @@ trap 'signalled=yes heard=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
 # The environment. Paths of the run are relative to the folder that this was made in.
 module load cuda/13 || exit
 module load nccl || exit
-export NCCL_IB_HCA=mlx5
-export GREETING='it'"'"'s $HOME'
 export OMP_NUM_THREADS=1
 export PATH=/home/me/.venv/bin:"$PATH"
+export NCCL_IB_HCA=mlx5
+export GREETING='it'"'"'s $HOME'
 python=/home/me/.venv/bin/python
 
 # Where the ranks meet: at the first node, at a port of this job's own.
