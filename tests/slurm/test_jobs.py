@@ -131,21 +131,25 @@ def test_an_array_trains_its_seeds_and_the_report_reads_them(runs: Runs, cluster
     assert "seeds-s3" in page.read_text() and "seeds-s4" in page.read_text()
 
 
-def test_preempted_twice_it_ends_as_if_undisturbed(runs: Runs, cluster: Cluster, alone: list[dict[str, float]]) -> None:
-    """By a job of a partition that goes before, and by the signal that comes before a time limit."""
+def test_preempted_again_and_again_it_ends_as_if_undisturbed(
+    runs: Runs, cluster: Cluster, alone: list[dict[str, float]]
+) -> None:
+    """While it starts, by a job of a partition that goes before, and by the signal that comes before a time limit."""
     job = submit(runs, cluster, "preempted", *LAYOUT, "run.steps=10")
+    job.wait_for("its first line", job.text)
+    cluster.slurm("scancel", "--signal=USR1", "--batch", job.number)
     job.wait_for("step 1", lambda: steps_so_far(runs, "preempted") >= 1)
     urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
     cluster.slurm("sbatch", *urgent)  # SIGTERM to the ranks
-    job.wait_for("a step of its second start", lambda: "\nstep " in job.text().partition("(start 2)")[2])
+    job.wait_for("a step of its third start", lambda: "\nstep " in job.text().partition("(start 3)")[2])
     cluster.slurm("scancel", "--signal=USR1", "--batch", job.number)
     shown = job.wait("COMPLETED")
-    assert shown["Restarts"] == "2"
+    assert shown["Restarts"] == "3"
     text = job.text()
-    assert text.count("saved, and queued again") == text.count("continuing after step") == 2
+    assert text.count("saved, and queued again") == 3 and text.count("continuing after step") == 2
     assert "SIGUSR1, passed on to the run" in text and "failed" not in text
     assert runs.steps("preempted") == alone
-    assert (job.log.with_name(f"{job.number}-restart2") / "rank_1.log").is_file()
+    assert (job.log.with_name(f"{job.number}-restart3") / "rank_1.log").is_file()
 
 
 def test_cancelled_is_not_queued_again(runs: Runs, cluster: Cluster) -> None:
