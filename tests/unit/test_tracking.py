@@ -193,6 +193,32 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
 
 
+def test_tensorboard_has_no_step_twice_and_keeps_those_of_the_other_phase(tmp_path: Path) -> None:
+    """A warm start that is killed after its last save, and again once RL has begun."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with tracker(tmp_path, tensorboard=True) as track:  # killed before anything was saved
+        track.log(1, {"optimizer/lr": 7.0}, phase="sft")
+    with tracker(tmp_path, tensorboard=True) as track:
+        for step in (1, 2, 3):
+            track.log(step, {"optimizer/lr": step}, phase="sft")
+        track.log(0, {"eval/pass_at_1": 0.5})
+    with tracker(tmp_path, tensorboard=True) as track:
+        track.resume(2, "sft")
+        track.log(3, {"optimizer/lr": 3}, phase="sft")
+        track.log(0, {"eval/pass_at_1": 0.5})
+        for step in (1, 2):
+            track.log(step, {"optimizer/lr": 10 + step})
+    with tracker(tmp_path, tensorboard=True) as track:
+        track.resume(1)
+        track.log(2, {"optimizer/lr": 12})
+    folder = tmp_path / "run" / "tensorboard"
+    train, sft = (EventAccumulator(str(place)).Reload() for place in (folder, folder / "sft"))
+    assert [(event.step, event.value) for event in train.Scalars("optimizer/lr")] == [(1, 11.0), (2, 12.0)]
+    assert [(event.step, event.value) for event in train.Scalars("eval/pass_at_1")] == [(0, 0.5)]
+    assert [(event.step, event.value) for event in sft.Scalars("optimizer/lr")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
 def test_what_cannot_be_written_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     tracking.check(TrackingSection(), tmp_path / "new" / "run")
