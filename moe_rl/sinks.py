@@ -23,13 +23,16 @@ class Sink(Protocol):
 
 
 class WandbSink:
-    """A wandb run below `directory`/wandb, offline where no account is known. A resumed run goes on under the same id.
+    """A wandb run below `directory`/wandb, offline where no account is known. A resumed run goes on under the same id: a step
+    that is made again has the place that it had, so that wandb keeps it once.
 
-    note: a line for the person, or nothing.
+    supervised: steps that come before the first of RL. note: a line for the person, or nothing.
     """
 
-    def __init__(self, project: str, directory: Path, config: Mapping[str, Any], *, resumed: bool) -> None:
+    def __init__(self, project: str, directory: Path, config: Mapping[str, Any], supervised: int, *, resumed: bool) -> None:
         import wandb
+
+        self._before = {"train": supervised + 1 if supervised else 0, "sft": 0}
 
         identity = directory / "wandb" / "run-id.txt"
         known = identity.read_text(encoding="utf-8").strip() if resumed and identity.exists() else None
@@ -61,7 +64,9 @@ class WandbSink:
             self.note = f"wandb: {self._run.url}"
 
     def log(self, step: int, values: Mapping[str, float], phase: str) -> None:
-        self._run.log({**values, "step" if phase == "train" else f"{phase}/step": step})
+        if phase != "train":  # names that phases share have another axis there
+            values = {key if key.startswith(f"{phase}/") else f"{phase}/{key}": value for key, value in values.items()}
+        self._run.log({**values, "step" if phase == "train" else f"{phase}/step": step}, step=self._before[phase] + step)
 
     def close(self) -> None:
         self._run.finish()

@@ -118,7 +118,8 @@ class Tracker:
     def _open_sinks(self, resumed: Mapping[str, int]) -> list[sinks.Sink]:
         opened: list[sinks.Sink] = []
         if self._section.wandb:
-            sink = sinks.WandbSink(self._section.wandb_project, self.directory, self._config, resumed=bool(resumed))
+            project, supervised = self._section.wandb_project, self._steps.get("sft", 0)
+            sink = sinks.WandbSink(project, self.directory, self._config, supervised, resumed=bool(resumed))
             if sink.note:
                 self.print(sink.note)
             opened.append(sink)

@@ -151,19 +151,24 @@ def test_wandb_without_a_key_is_offline_and_says_so(tmp_path: Path, monkeypatch:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with tracker(tmp_path, wandb=True) as track:
-        track.log(1, {"sft/loss": 1.0}, phase="sft")
+        track.log(1, {"sft/loss": 1.0, "optimizer/lr": 0.5}, phase="sft")
+        assert wandb.run is not None and wandb.run.step == 1
         track.log(1, {"reward/mean": 0.5})
+        track.log(2, {"reward/mean": 0.5})
+        assert wandb.run.step == 43
     (line,) = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if line.startswith("wandb:")]
     assert line.startswith("wandb: no API key (WANDB_API_KEY or `wandb login`), so offline; to upload: wandb sync 'run/wandb/")
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     assert line.endswith(f"{folder.relative_to(tmp_path)}'")
     wandb.teardown()  # waits until wandb's own process has written everything
     (recorded,) = folder.glob("run-*.wandb")
-    assert b"reward/mean" in recorded.read_bytes()
+    assert b"reward/mean" in recorded.read_bytes() and b"sft/optimizer/lr" in recorded.read_bytes()
     identity = (tmp_path / "run" / "wandb" / "run-id.txt").read_text().strip()
     assert folder.name.endswith(identity)
     with tracker(tmp_path, wandb=True) as track:  # a resumed run goes on under the same id
         track.resume(1)
+        track.log(2, {"reward/mean": 0.5})
+        assert wandb.run is not None and wandb.run.step == 43  # after 40 of supervised training, and 0 and 1: also made again
     assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{identity}"))) >= 1
     assert (tmp_path / "run" / "wandb" / "run-id.txt").read_text().strip() == identity
 
