@@ -6,9 +6,12 @@ import os
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from parallel.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class Sink(Protocol):
@@ -20,16 +23,19 @@ class Sink(Protocol):
 
 
 class WandbSink:
-    """A wandb run below `directory`/wandb, offline where no account is known. A resumed run goes on under the same id.
+    """A wandb run below `directory`/wandb, offline where no account is known. A resumed run goes on under the same id: a step
+    that is made again has the place that it had, so that wandb keeps it once.
 
-    note: a line for the person, or nothing.
+    supervised: steps that come before the first of RL. note: a line for the person, or nothing.
     """
 
-    def __init__(self, project: str, directory: Path, config: Mapping[str, Any], resumed: int | None) -> None:
+    def __init__(self, project: str, directory: Path, config: Mapping[str, Any], supervised: int, *, resumed: bool) -> None:
         import wandb
 
+        self._before = {"train": supervised + 1 if supervised else 0, "sft": 0}
+
         identity = directory / "wandb" / "run-id.txt"
-        known = identity.read_text(encoding="utf-8").strip() if resumed is not None and identity.exists() else None
+        known = identity.read_text(encoding="utf-8").strip() if resumed and identity.exists() else None
         offline = "WANDB_MODE" not in os.environ and not wandb_account()
         try:
             self._run = wandb.init(
@@ -58,7 +64,9 @@ class WandbSink:
             self.note = f"wandb: {self._run.url}"
 
     def log(self, step: int, values: Mapping[str, float], phase: str) -> None:
-        self._run.log({**values, "step" if phase == "train" else f"{phase}/step": step})
+        if phase != "train":  # names that phases share have another axis there
+            values = {key if key.startswith(f"{phase}/") else f"{phase}/{key}": value for key, value in values.items()}
+        self._run.log({**values, "step" if phase == "train" else f"{phase}/step": step}, step=self._before[phase] + step)
 
     def close(self) -> None:
         self._run.finish()
@@ -80,22 +88,31 @@ def wandb_account() -> bool:
 
 
 class TensorboardSink:
-    """TensorBoard event files in `directory`/tensorboard; `tensorboard --logdir runs` shows them."""
+    """TensorBoard event files in `directory`/tensorboard, those of supervised steps in its sft/; `tensorboard --logdir runs`
+    shows them. resumed: by phase, the step that it goes on after; what an earlier start left of another counts no more."""
 
-    def __init__(self, directory: Path, resumed: int | None) -> None:
+    def __init__(self, directory: Path, resumed: Mapping[str, int]) -> None:
         check_tensorboard()
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = None if resumed is None else resumed + 1
-        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+        self._directory, self._resumed = directory / "tensorboard", resumed
+        self._writers: dict[str, SummaryWriter] = {}
 
     def log(self, step: int, values: Mapping[str, float], phase: str) -> None:
+        if phase not in self._writers:
+            self._writers[phase] = self._open(phase)
         for key, value in values.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
+            self._writers[phase].add_scalar(key, value, step)
+        self._writers[phase].flush()
 
     def close(self) -> None:
-        self._writer.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    def _open(self, phase: str) -> "SummaryWriter":
+        """Phases have steps and names in common: each has a folder, so that neither hides or doubles the other's."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._directory if phase == "train" else self._directory / phase
+        return SummaryWriter(str(folder), purge_step=self._resumed.get(phase, -1) + 1)
 
 
 def check_tensorboard() -> None:

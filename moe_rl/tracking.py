@@ -70,7 +70,7 @@ class Tracker:
         file = self._files[phase] = StepFile(self.directory / FILES[phase], resume=step)
         if phase == "train" and file.last != step:  # supervised training may have ended before the step it is saved as
             self.print(f"warning: {self.directory / FILES[phase]}: lacks step {step}, and perhaps others before it")
-        self._sinks = self._open_sinks(step)
+        self._sinks = self._open_sinks({phase: step})
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
         """One step's metrics, everywhere. The steps of a phase must rise.
@@ -79,7 +79,7 @@ class Tracker:
         `_per_second` may differ between two runs of the same configuration.
         """
         if self._sinks is None:
-            self._sinks = self._open_sinks(None)
+            self._sinks = self._open_sinks({})
         if phase not in self._files:
             self._files[phase] = StepFile(self.directory / FILES[phase])
         values = {key: float(metrics[key]) for key in sorted(metrics)}
@@ -115,10 +115,11 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _open_sinks(self, resumed: int | None) -> list[sinks.Sink]:
+    def _open_sinks(self, resumed: Mapping[str, int]) -> list[sinks.Sink]:
         opened: list[sinks.Sink] = []
         if self._section.wandb:
-            sink = sinks.WandbSink(self._section.wandb_project, self.directory, self._config, resumed)
+            project, supervised = self._section.wandb_project, self._steps.get("sft", 0)
+            sink = sinks.WandbSink(project, self.directory, self._config, supervised, resumed=bool(resumed))
             if sink.note:
                 self.print(sink.note)
             opened.append(sink)

@@ -151,19 +151,24 @@ def test_wandb_without_a_key_is_offline_and_says_so(tmp_path: Path, monkeypatch:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with tracker(tmp_path, wandb=True) as track:
-        track.log(1, {"sft/loss": 1.0}, phase="sft")
+        track.log(1, {"sft/loss": 1.0, "optimizer/lr": 0.5}, phase="sft")
+        assert wandb.run is not None and wandb.run.step == 1
         track.log(1, {"reward/mean": 0.5})
+        track.log(2, {"reward/mean": 0.5})
+        assert wandb.run.step == 43
     (line,) = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if line.startswith("wandb:")]
     assert line.startswith("wandb: no API key (WANDB_API_KEY or `wandb login`), so offline; to upload: wandb sync 'run/wandb/")
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     assert line.endswith(f"{folder.relative_to(tmp_path)}'")
     wandb.teardown()  # waits until wandb's own process has written everything
     (recorded,) = folder.glob("run-*.wandb")
-    assert b"reward/mean" in recorded.read_bytes()
+    assert b"reward/mean" in recorded.read_bytes() and b"sft/optimizer/lr" in recorded.read_bytes()
     identity = (tmp_path / "run" / "wandb" / "run-id.txt").read_text().strip()
     assert folder.name.endswith(identity)
     with tracker(tmp_path, wandb=True) as track:  # a resumed run goes on under the same id
         track.resume(1)
+        track.log(2, {"reward/mean": 0.5})
+        assert wandb.run is not None and wandb.run.step == 43  # after 40 of supervised training, and 0 and 1: also made again
     assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{identity}"))) >= 1
     assert (tmp_path / "run" / "wandb" / "run-id.txt").read_text().strip() == identity
 
@@ -191,6 +196,32 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
             track.log(step, {"reward/mean": step / 4})
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_has_no_step_twice_and_keeps_those_of_the_other_phase(tmp_path: Path) -> None:
+    """A warm start that is killed after its last save, and again once RL has begun."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with tracker(tmp_path, tensorboard=True) as track:  # killed before anything was saved
+        track.log(1, {"optimizer/lr": 7.0}, phase="sft")
+    with tracker(tmp_path, tensorboard=True) as track:
+        for step in (1, 2, 3):
+            track.log(step, {"optimizer/lr": step}, phase="sft")
+        track.log(0, {"eval/pass_at_1": 0.5})
+    with tracker(tmp_path, tensorboard=True) as track:
+        track.resume(2, "sft")
+        track.log(3, {"optimizer/lr": 3}, phase="sft")
+        track.log(0, {"eval/pass_at_1": 0.5})
+        for step in (1, 2):
+            track.log(step, {"optimizer/lr": 10 + step})
+    with tracker(tmp_path, tensorboard=True) as track:
+        track.resume(1)
+        track.log(2, {"optimizer/lr": 12})
+    folder = tmp_path / "run" / "tensorboard"
+    train, sft = (EventAccumulator(str(place)).Reload() for place in (folder, folder / "sft"))
+    assert [(event.step, event.value) for event in train.Scalars("optimizer/lr")] == [(1, 11.0), (2, 12.0)]
+    assert [(event.step, event.value) for event in train.Scalars("eval/pass_at_1")] == [(0, 0.5)]
+    assert [(event.step, event.value) for event in sft.Scalars("optimizer/lr")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_what_cannot_be_written_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
