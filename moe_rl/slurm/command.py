@@ -131,7 +131,8 @@ def _submit(path: Path) -> str:
 
 def _next_steps(number: str, job: Job, path: Path, runs: Sequence[RunConfig]) -> str:
     log = f"{number}_0.log" if job.is_array else f"{number}.log"
-    signal = f"scancel --signal=USR1 --batch {number}"
+    # scancel of Slurm 22.05 signals tasks of an array again and again, for a minute
+    signal = f"{'timeout 2 ' if job.is_array else ''}scancel --signal=USR1 --batch {number}"
     saves = "it saves, ends, and is queued again" if job.section.requeue else "it saves and ends"
     rows = [
         ("state", f"squeue --job {number}"),

@@ -228,7 +228,7 @@ def test_what_sbatch_says_of_a_submission(folder: Path, capsys: pytest.CaptureFi
     assert out.startswith("submitted: job 77, slurm/one/job_001.sh\n")
     assert f"tail -F slurm/one/{'77_0' if array else '77'}.log\n" in out
     assert f"moe-rl report {'runs/one-s0 runs/one-s1' if array else 'runs/one'}\n" in out
-    assert "scancel --signal=USR1 --batch 77   (it saves, ends, and is queued again)" in out
+    assert f"save now  {'timeout 2 ' * array}scancel --signal=USR1 --batch 77   (it saves, ends, and is queued again)" in out
 
 
 def test_writing_where_one_may_not(folder: Path) -> None:
