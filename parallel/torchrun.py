@@ -1,9 +1,9 @@
 """torchrun for jobs that are to save when they are told to: `python -m parallel.torchrun LOGS [arguments of torchrun]`.
 
 Torchrun alone dies of SIGUSR1, waits half a minute for ranks that hang when one has failed, and turns whatever happens into
-exit code 1. Here both signals are left to the ranks (parallel/deferred.py), the exit code is that of the
-rank which failed first, and that rank's error is shown, once in the job. LOGS: a folder that all nodes see; ranks leave their
-errors in it, and what they print is expected there as rank_N.log.
+exit code 1. Here both signals are left to the ranks (parallel/deferred.py), the exit code is that of the rank which failed
+first, and that rank's error is shown, once in the job. LOGS: a folder that all nodes see; ranks leave their errors in it, and
+what they print is expected there as rank_N.log.
 """
 
 import logging
