@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from models.convert import manifest
 from models.convert.checkpoint_writer import BACKEND, CONFIG, METADATA
 from models.convert.storage import Index, Kind, hull, ranges
 from parallel.errors import UsageError
 
 _AGAIN = "name a complete checkpoint"
+# What pickle raises where a bit of what it reads is another one
+_UNPICKLING = (
+    *(OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError, pickle.UnpicklingError),
+    *(ArithmeticError, MemoryError, RuntimeError, SystemError),
+)
 
 
 class CheckpointReader:
@@ -31,17 +37,20 @@ class CheckpointReader:
         self.directory = directory
         self.bytes_read = 0
         metadata = _metadata(directory)
-        self._stored: Mapping[MetadataIndex, Any] = metadata.storage_data or {}
-        self._tensors = {
-            key: value
-            for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata) and not key.startswith("optimizer.")
-        }
-        self.names: Mapping[str, Kind] = {
-            key: Kind(value.properties.dtype, tuple(value.size)) for key, value in self._tensors.items()
-        }
         self._last: tuple[MetadataIndex, Tensor] | None = None
-        self._check_files()
+        try:
+            self._stored: Mapping[MetadataIndex, Any] = metadata.storage_data or {}
+            self._tensors = {
+                key: value
+                for key, value in metadata.state_dict_metadata.items()
+                if isinstance(value, TensorStorageMetadata) and not key.startswith("optimizer.")
+            }
+            self.names: Mapping[str, Kind] = {
+                key: Kind(value.properties.dtype, tuple(value.size)) for key, value in self._tensors.items()
+            }
+            self._check_files()
+        except (AttributeError, TypeError, ValueError) as error:  # parts of what was pickled are not what they should be
+            raise UsageError(f"{directory / METADATA}: cannot be read: {error}; {_AGAIN}") from error
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
         """The tensor, or `tensor[index]`: a fresh one. Of the chunks that ranks saved, those that hold some of it are read
@@ -121,19 +130,12 @@ def _metadata(directory: Path) -> Metadata:
     if backend != BACKEND:
         raise UsageError(f"{config}: sharded_backend={backend}: must be {BACKEND}; save it in that format")
     file = directory / METADATA
+    entries = manifest.read(directory) or {}
+    if wrong := manifest.wrong_content(directory, entries, entries.keys() & {METADATA}):
+        raise UsageError(f"{wrong}; {_AGAIN}")
     try:
-        with file.open("rb") as stream:
-            metadata = pickle.load(stream)
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ImportError,
-        pickle.UnpicklingError,
-    ) as error:
+        metadata = pickle.loads(file.read_bytes())
+    except _UNPICKLING as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise UsageError(f"{file}: cannot be read: {reason}; {_AGAIN}") from error
     if not isinstance(metadata, Metadata):

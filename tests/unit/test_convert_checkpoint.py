@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from models.convert import manifest
 from models.convert.checkpoint_reader import CheckpointReader
 from models.convert.checkpoint_writer import CheckpointWriter, extra_states
 from models.model import MoEModel
@@ -264,6 +266,19 @@ def other_contents(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps({}))
 
 
+def other_attribute(path: Path) -> None:
+    whole = (path / ".metadata").read_bytes()
+    assert b"chunks" in whole
+    (path / ".metadata").write_bytes(whole.replace(b"chunks", b"chunkz"))
+
+
+def endless_frame(path: Path) -> None:
+    whole = bytearray(pickle.dumps(contents(path), protocol=4))
+    assert whole[2:3] == pickle.FRAME
+    whole[3:11] = b"\xff" * 8
+    (path / ".metadata").write_bytes(whole)
+
+
 def changed(path: Path, change: Callable[[Metadata], object]) -> None:
     metadata = contents(path)
     change(metadata)
@@ -294,6 +309,8 @@ def lost_place(path: Path) -> None:
         (bad_contents, r"\.metadata: cannot be read"),
         (short_contents, r"\.metadata: cannot be read"),
         (other_contents, r"\.metadata: holds dict, no checkpoint's table of contents"),
+        (other_attribute, r"\.metadata: cannot be read: .*'chunks'"),
+        (endless_frame, r"\.metadata: cannot be read: FRAME length exceeds"),
         (lost_chunk, r"\.metadata: not all of the tensor b was saved"),
         (lost_place, r"\.metadata: does not say where the tensor a lies"),
     ],
@@ -303,9 +320,22 @@ def test_damage_is_found_on_opening(tmp_path: Path, damage: Callable[[Path], Non
     written(path, SOME, file_bytes=1)
     CheckpointReader(path)
     damage(path)
+    manifest.write(path, manifest.listed(path, {}))  # or that would be found first
     with pytest.raises(UsageError, match=f"^{re.escape(str(path))}.*{text}") as caught:
         CheckpointReader(path)
     assert "\n" not in str(caught.value)
+
+
+def test_of_the_table_of_contents_nothing_is_unpickled_that_the_manifest_does_not_know(tmp_path: Path) -> None:
+    """A flipped bit may ask for any amount of memory."""
+    path = tmp_path / "out"
+    written(path, SOME)
+    file = path / ".metadata"
+    whole = file.read_bytes()
+    for bit in random.Random(0).sample(range(8 * len(whole)), 50):
+        file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+        with pytest.raises(UsageError, match=r"\.metadata: is not what was saved: its hash is .*; name a complete checkpoint"):
+            CheckpointReader(path)
 
 
 def test_rubbish_in_a_file_is_found_on_reading(tmp_path: Path) -> None:
