@@ -54,9 +54,10 @@ def owned(directory: Path) -> Iterator[Callable[[], None]]:
     try:
         yield check
     finally:
-        owner = _read(directory)
-        if owner is not None and owner["token"] == mine["token"]:
-            (directory / FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what stays is of a process that is no more; why the run ends is said elsewhere
+            owner = _read(directory)
+            if owner is not None and owner["token"] == mine["token"]:
+                (directory / FILE).unlink(missing_ok=True)
 
 
 def _read(directory: Path) -> dict[str, Any] | None:

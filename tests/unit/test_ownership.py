@@ -65,3 +65,10 @@ def test_a_directory_that_was_moved_aside_has_a_new_owner(tmp_path: Path) -> Non
         (tmp_path / "run").rename(tmp_path / "run.1")
         with owned(tmp_path / "run"), pytest.raises(UsageError):
             check()
+
+
+def test_a_directory_that_cannot_be_given_back_does_not_hide_why_the_run_ended(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="^the disk is read-only$"), owned(tmp_path):
+        (tmp_path / FILE).unlink()
+        (tmp_path / FILE).mkdir()  # which nobody can read
+        raise UsageError("the disk is read-only")
