@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from models.convert import manifest
 from models.convert.checkpoint_writer import BACKEND, CONFIG, METADATA
 from models.convert.storage import Index, Kind, hull, ranges
 from parallel.errors import UsageError
@@ -130,9 +129,6 @@ def _metadata(directory: Path) -> Metadata:
     if backend != BACKEND:
         raise UsageError(f"{config}: sharded_backend={backend}: must be {BACKEND}; save it in that format")
     file = directory / METADATA
-    entries = manifest.read(directory) or {}
-    if wrong := manifest.wrong_content(directory, entries, entries.keys() & {METADATA}):
-        raise UsageError(f"{wrong}; {_AGAIN}")
     try:
         metadata = pickle.loads(file.read_bytes())
     except _UNPICKLING as error:

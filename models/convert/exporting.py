@@ -11,6 +11,7 @@ import torch
 from models.config import ModelConfig
 from models.convert import manifest
 from models.convert.checkpoint_reader import CheckpointReader
+from models.convert.checkpoint_writer import METADATA
 from models.convert.files import HUGGINGFACE, MODEL, exported_config, read_imported, small_files, trained_model
 from models.convert.hashing import fingerprint
 from models.convert.huggingface import Description, describe, piece_map
@@ -57,6 +58,8 @@ def export_directory(
     fills up.
     """
     free_tensors_at_once()
+    if (source / manifest.MANIFEST).exists():
+        manifest.check(source, {METADATA})  # which is unpickled, and before the minutes that all of them may take
     plan = _plan(source, like, dtype)
     manifest.check(source)
     total = 2 * sum(dtype.itemsize * math.prod(shape) for dtype, shape in plan.kinds.values())

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,8 +103,8 @@ def wrong_content(directory: Path, entries: Mapping[str, Entry], names: Iterable
     return ""
 
 
-def check(directory: Path) -> None:
-    """Reads every file. Raises UsageError, one line, for the first that is not as the manifest says."""
-    entries = read(directory)
+def check(directory: Path, only: Container[str] | None = None) -> None:
+    """Reads every file, or `only` those. Raises UsageError, one line, for the first that is not as the manifest says."""
+    entries = {name: entry for name, entry in read(directory).items() if only is None or name in only}
     if wrong := wrong_size(directory, entries) or wrong_content(directory, entries, entries):
         raise UsageError(f"{wrong}; name another checkpoint")

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import random
 import re
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from models.convert import manifest
 from models.convert.checkpoint_reader import CheckpointReader
 from models.convert.checkpoint_writer import CheckpointWriter, extra_states
 from models.model import MoEModel
@@ -320,22 +318,9 @@ def test_damage_is_found_on_opening(tmp_path: Path, damage: Callable[[Path], Non
     written(path, SOME, file_bytes=1)
     CheckpointReader(path)
     damage(path)
-    manifest.write(path, manifest.listed(path, {}))  # or that would be found first
     with pytest.raises(UsageError, match=f"^{re.escape(str(path))}.*{text}") as caught:
         CheckpointReader(path)
     assert "\n" not in str(caught.value)
-
-
-def test_of_the_table_of_contents_nothing_is_unpickled_that_the_manifest_does_not_know(tmp_path: Path) -> None:
-    """A flipped bit may ask for any amount of memory."""
-    path = tmp_path / "out"
-    written(path, SOME)
-    file = path / ".metadata"
-    whole = file.read_bytes()
-    for bit in random.Random(0).sample(range(8 * len(whole)), 50):
-        file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
-        with pytest.raises(UsageError, match=r"\.metadata: is not what was saved: its hash is .*; name a complete checkpoint"):
-            CheckpointReader(path)
 
 
 def test_rubbish_in_a_file_is_found_on_reading(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from models.config import ModelConfig, OptimizerConfig
-from models.convert import live
+from models.convert import live, manifest
 from models.convert.exporting import export_directory
 from models.convert.huggingface import describe
 from models.model import MoEModel
@@ -179,12 +180,18 @@ def test_what_is_no_checkpoint_or_not_all_of_one(
     file = broken("__0_0.distcp")
     file.write_bytes(file.read_bytes()[:200_000])
     assert "__0_0.distcp: tensor " in (line := error(capsys, tmp_path / "ckpt", tmp_path / "out")) and "is cut off" in line
-    broken(".metadata").write_bytes(b"nothing")
-    assert ".metadata: cannot be read" in error(capsys, tmp_path / "ckpt", tmp_path / "out")
+    file = broken(".metadata")
+    whole = bytearray(file.read_bytes())
+    for bit in random.Random(0).sample(range(8 * len(whole)), 20):  # unpickled, it may ask for any amount of memory
+        whole[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(whole)
+        assert ".metadata: is not what was saved: its hash is" in error(capsys, tmp_path / "ckpt", tmp_path / "out")
+        whole[bit // 8] ^= 1 << bit % 8
     file = broken(".metadata")
     contents = pickle.loads(file.read_bytes())
     del contents.state_dict_metadata["decoder.layers.0.mlp.router.weight"]
     file.write_bytes(pickle.dumps(contents))
+    manifest.write(tmp_path / "ckpt", manifest.listed(tmp_path / "ckpt", {}))
     line = error(capsys, tmp_path / "ckpt", tmp_path / "out")
     assert "tensor decoder.layers.0.mlp.router.weight is missing, must be [8, 64]" in line
     broken("model.json").write_text("{")
