@@ -118,5 +118,12 @@ def _rank(rank: int, world: int, folder: str, command: str, config: RunConfig, k
     runtime.started = partial(runtime.started, rendezvous=Path(folder) / "meet")
     if kill is not None:
         kill.arm(rank)
+    before = os.times().user
     with saving_signals_end():
         _entry(command)(config)
+    (config.directory / f"cpu_{rank}").write_text(str(os.times().user - before))
+
+
+def work_of(directory: Path) -> float:
+    """Seconds of its own work that each rank of a run which nobody killed has needed, at least: what `Kill.cpu` counts in."""
+    return min(float(path.read_text()) for path in directory.glob("cpu_*"))
