@@ -103,10 +103,9 @@ def process_groups(parallel: ParallelConfig) -> Iterator[Groups]:
     )
     try:
         yield groups
-    except BaseException:
-        state.destroy_model_parallel()  # connections stay until the error is on record
-        raise
-    state.destroy_model_parallel()
+    finally:
+        state.destroy_model_parallel()
+    # not after an error: connections stay until it is on record
     for group in [group for group in _known() if group not in others]:  # in the same order on all ranks
         dist.destroy_process_group(group)
     gc.collect()  # a model is full of cycles, and as long as it lives its groups keep connections and threads

@@ -37,12 +37,11 @@ def placed(directory: Path, needed: int) -> Iterator[Path]:
         yield part
         with writing(directory, needed):
             for path in [*sorted(part.rglob("*"), reverse=True), part]:
-                _to_disk(path)
+                to_disk(path)
             part.rename(directory)
-            _to_disk(directory.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+            to_disk(directory.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # once renamed, it is not there
 
 
 @contextmanager
@@ -64,7 +63,8 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(next(above for above in path.parents if above.exists())).free
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Waits until the file, or the directory's list of names, is stored."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

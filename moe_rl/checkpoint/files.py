@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from models.convert.placing import to_disk
 from moe_rl import checkpoint_paths
 
 PINNED = "pinned"  # a file of this name in a checkpoint keeps it
@@ -56,15 +57,6 @@ def remove(directory: Path) -> None:
     """A directory of checkpoints, if it is there: all at once, for whoever looks."""
     if directory.exists():
         shutil.rmtree(_set_aside(directory))
-
-
-def to_disk(path: Path) -> None:
-    """Waits until the file, or the directory's list of names, is stored."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _set_aside(path: Path) -> Path:

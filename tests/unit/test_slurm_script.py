@@ -13,7 +13,7 @@ from moe_rl.slurm.config import SlurmSection
 from moe_rl.slurm.script import Job, script
 
 FOLDER = Path(__file__).with_name("slurm_scripts")
-HOME = Path("/home/me/work")
+HOME = Path("/home/me/runs")
 
 
 def job(**section: Any) -> Job:

@@ -9,8 +9,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=64
 #SBATCH --gpus-per-node=8
-#SBATCH --chdir=/home/me/work
-#SBATCH --output=/home/me/work/slurm/one/%A_%a.log
+#SBATCH --chdir=/home/me/runs
+#SBATCH --output=/home/me/runs/slurm/one/%A_%a.log
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 #SBATCH --array=0-2%2
@@ -30,8 +30,8 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 
 # The settings, and a folder for what ranks other than the main one print: a new one when the job is started again.
 job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-settings=/home/me/work/slurm/one/job_001_$SLURM_ARRAY_TASK_ID.yaml
-logs=/home/me/work/slurm/one/$job${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_COUNT}
+settings=/home/me/runs/slurm/one/job_001_$SLURM_ARRAY_TASK_ID.yaml
+logs=/home/me/runs/slurm/one/$job${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_COUNT}
 
 # What each rank runs: the main one prints into the job's log, every other one into a file of its own.
 rank='[ "${RANK:=$SLURM_PROCID}" = 0 ] || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"'
@@ -45,7 +45,7 @@ if [ -z "$heard" ]; then
     srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=64 \
         --kill-on-bad-exit=1 --wait=0 \
         --container-image='registry#moe:1' \
-        --container-mounts=/home/me/work:/home/me/work,/home/me/work/slurm/one:/home/me/work/slurm/one,/data:/data:ro --container-workdir=/home/me/work \
+        --container-mounts=/home/me/runs:/home/me/runs,/home/me/runs/slurm/one:/home/me/runs/slurm/one,/data:/data:ro --container-workdir=/home/me/runs \
         bash -c 'trap "" TERM; exec "$0" "$@"' "$python" -P -m parallel.torchrun "$logs" \
         --nnodes=2 --nproc-per-node=8 --max-restarts=0 \
         --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$job" \

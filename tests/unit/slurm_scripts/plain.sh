@@ -8,8 +8,8 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=8
-#SBATCH --chdir=/home/me/work
-#SBATCH --output=/home/me/work/slurm/one/%j.log
+#SBATCH --chdir=/home/me/runs
+#SBATCH --output=/home/me/runs/slurm/one/%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
@@ -30,8 +30,8 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 
 # The settings, and a folder for what ranks other than the main one print: a new one when the job is started again.
 job=$SLURM_JOB_ID
-settings=/home/me/work/slurm/one/job_001.yaml
-logs=/home/me/work/slurm/one/$job${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_COUNT}
+settings=/home/me/runs/slurm/one/job_001.yaml
+logs=/home/me/runs/slurm/one/$job${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_COUNT}
 
 # What each rank runs: the main one prints into the job's log, every other one into a file of its own.
 rank='[ "${RANK:=$SLURM_PROCID}" = 0 ] || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"'

@@ -17,8 +17,8 @@
 #SBATCH --constraint=nvlink&ib
 #SBATCH --reservation=mine
 #SBATCH --exclusive
-#SBATCH --chdir=/home/me/work
-#SBATCH --output=/home/me/work/slurm/one/%j.log
+#SBATCH --chdir=/home/me/runs
+#SBATCH --output=/home/me/runs/slurm/one/%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
@@ -45,8 +45,8 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 
 # The settings, and a folder for what ranks other than the main one print: a new one when the job is started again.
 job=$SLURM_JOB_ID
-settings=/home/me/work/slurm/one/job_001.yaml
-logs=/home/me/work/slurm/one/$job${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_COUNT}
+settings=/home/me/runs/slurm/one/job_001.yaml
+logs=/home/me/runs/slurm/one/$job${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_COUNT}
 
 # The site's own lines (slurm.setup); they may change any variable above.
 head="$head-ib0"
